@@ -1,0 +1,1 @@
+"""Corpora to token shards to batches, in an order that is arithmetic."""

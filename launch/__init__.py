@@ -1,0 +1,1 @@
+"""Starts the trainer: local ranks through the deepspeed launcher."""

@@ -1,0 +1,1 @@
+"""The architecture: a Llama-style decoder. Imports torch only."""

@@ -1,0 +1,1 @@
+"""The trainer: recipes, the DeepSpeed engine, checkpoints, evaluation."""

@@ -1,0 +1,674 @@
+"""Token files, version 1: write, read and check them. The byte layout below is fixed for good.
+
+A data set is a folder of shards; a shard is two files, ``train-00000.bin`` and ``train-00000.idx``.
+Every number is little-endian. Both files begin with a header of 4096 bytes:
+
+====== ===== =============================================================================
+offset bytes content
+====== ===== =============================================================================
+0      8     magic: ``ZHTOKENS`` (.bin) or ``ZHTINDEX`` (.idx)
+8      4     u32 format version: 1
+12     4     u32 byte order mark: 0x01020304 (bytes 04 03 02 01)
+16     4     u32 size of this header: 4096
+20     4     u32 bytes per token: 2 (uint16) or 4 (uint32)
+24     8     u64 tokens in the shard
+32     8     u64 documents in the shard
+40     8     u64 largest id in the shard
+48     8     u64 vocab size of the tokenizer, added tokens included
+56     8     u64 id of the end-of-document token (EOS)
+64     32    fingerprint of the tokenizer (a raw SHA-256 digest)
+96     8     u64 UTF-8 bytes of the source text of the shard's documents
+104    8     u64 bytes of tokens under one CRC: 16,777,216
+112    4     u32 CRC32 of everything behind the header (.idx only; 0 in .bin)
+116    3976  zeros
+4092   4     u32 CRC32 of bytes 0 to 4091
+====== ===== =============================================================================
+
+``.bin`` goes on with the tokens (page-aligned, nothing behind them). ``.idx`` goes on with ``documents`` u64:
+where each document ends, counted in tokens from the shard's start, its EOS included; then one u32 CRC32 for each
+16 MiB of token bytes, the last block being shorter. Every document ends with EOS and holds no other EOS.
+The token width follows the largest id the tokenizer can give (vocab size - 1), never the data or a file's size.
+
+A collection is a folder of data sets, one a source, made with one tokenizer: see `open_collection`.
+
+Tokens are read with pread, not through a memory map: a file cut while it is in use then gives an error, not SIGBUS.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import struct
+import threading
+import zlib
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+FORMAT_VERSION = 1
+HEADER_BYTES = 4096
+CRC_BLOCK_BYTES = 16 * 1024 * 1024
+COLLECTION_FORMAT = "zerohalf-collection"
+DATASET_FORMAT = "zerohalf-dataset"
+PLAN_FORMAT = "zerohalf-prepare-plan"
+MANIFEST_NAME = "manifest.json"
+TOKENIZER_FOLDER = "tokenizer"
+LEDGER_NAME = "ledger.jsonl"
+PLAN_PATH = Path(".prepare", "plan.json")
+
+SplitName = Literal["train", "validation"]
+SPLITS: tuple[SplitName, ...] = get_args(SplitName)
+
+_BYTE_ORDER_MARK = 0x01020304
+_HEADER = struct.Struct("<8s4I5Q32s2QI")
+_CRC = struct.Struct("<I")
+_MAGIC = {"bin": b"ZHTOKENS", "idx": b"ZHTINDEX"}
+_SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_OPEN_FILES = 64
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class DataFormatError(ValueError):
+    """A token file, index or manifest is damaged, cut, missing or of another kind. The message names file and fault."""
+
+
+def token_width(vocab_size: int) -> int:
+    """Bytes per token for a tokenizer whose largest id is vocab_size - 1: 2 up to 65,536 ids, else 4."""
+    if not 1 <= vocab_size <= 2**32:
+        raise DataFormatError(f"a vocab size of {vocab_size} does not fit token files (1 to {2**32})")
+    return 2 if vocab_size <= 2**16 else 4
+
+
+def is_source_name(name: str) -> bool:
+    """Whether a data set of this name can stand beside the tokenizer in a collection."""
+    return _SOURCE_NAME.fullmatch(name) is not None and name != TOKENIZER_FOLDER
+
+
+# ---------------------------------------------------------------- headers
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first 4096 bytes of a .bin or .idx file; see the module's docstring."""
+
+    kind: Literal["bin", "idx"]
+    token_bytes: int
+    tokens: int
+    documents: int
+    largest_id: int
+    vocab_size: int
+    eos_id: int
+    fingerprint: str
+    text_bytes: int
+    payload_crc: int = 0
+
+    def to_bytes(self) -> bytes:
+        """The header as it stands in the file, 4096 bytes."""
+        head = _HEADER.pack(
+            _MAGIC[self.kind], FORMAT_VERSION, _BYTE_ORDER_MARK, HEADER_BYTES, self.token_bytes,
+            self.tokens, self.documents, self.largest_id, self.vocab_size, self.eos_id,
+            bytes.fromhex(self.fingerprint), self.text_bytes, CRC_BLOCK_BYTES, self.payload_crc,
+        )  # fmt: skip
+        body = head.ljust(HEADER_BYTES - _CRC.size, b"\0")
+        return body + _CRC.pack(zlib.crc32(body))
+
+    @property
+    def file_bytes(self) -> int:
+        """The exact size the file must have."""
+        size = self.tokens * self.token_bytes
+        return HEADER_BYTES + (size if self.kind == "bin" else 8 * self.documents + 4 * -(-size // CRC_BLOCK_BYTES))
+
+
+def read_header(path: Path, kind: Literal["bin", "idx"]) -> Header:
+    """Read and check one header and the file's size against it. DataFormatError names the fault."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(HEADER_BYTES)
+            size = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise DataFormatError(f"{path}: the file is missing") from None
+    if len(raw) < HEADER_BYTES:
+        raise DataFormatError(f"{path}: {len(raw)} bytes are too few for a header of {HEADER_BYTES}")
+    if raw[:8] != _MAGIC[kind]:
+        raise DataFormatError(f"{path}: not a .{kind} token file (it begins with {raw[:8]!r})")
+    if _CRC.unpack_from(raw, HEADER_BYTES - _CRC.size)[0] != zlib.crc32(raw[: -_CRC.size]):
+        raise DataFormatError(f"{path}: the header is damaged (its CRC32 does not match)")
+    fields = _HEADER.unpack(raw[: _HEADER.size])
+    _, version, mark, header_bytes, token_bytes, tokens, documents, largest_id, vocab_size, eos_id = fields[:10]
+    fingerprint, text_bytes, block, payload_crc = fields[10:]
+    if version != FORMAT_VERSION or mark != _BYTE_ORDER_MARK or header_bytes != HEADER_BYTES:
+        raise DataFormatError(f"{path}: format version {version} is not known; this program reads {FORMAT_VERSION}")
+    header = Header(
+        kind, token_bytes, tokens, documents, largest_id, vocab_size, eos_id, fingerprint.hex(), text_bytes, payload_crc
+    )
+    if token_bytes != token_width(header.vocab_size) or block != CRC_BLOCK_BYTES:
+        raise DataFormatError(f"{path}: {token_bytes} bytes a token do not fit a vocab size of {header.vocab_size}")
+    if size != header.file_bytes:
+        raise DataFormatError(f"{path}: {size:,} bytes, but its header says {header.file_bytes:,} (cut or appended to)")
+    return header
+
+
+# ---------------------------------------------------------------- durable files
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames within a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Move a whole, synced file to its name, durably. Both stand in one folder."""
+    temporary.replace(final)
+    sync_folder(final.parent)
+
+
+def temporary_name(final: Path) -> Path:
+    """A name beside `final` that no reader takes for data and no other process uses."""
+    return final.with_name(f".{final.name}.{os.getpid()}.tmp")
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a small file so that at any kill point either the old or the whole new content stands there."""
+    temporary = temporary_name(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def file_sha256(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
+    """SHA-256 of a file in hex; `on_bytes` hears of every piece read."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+            if on_bytes is not None:
+                on_bytes(len(piece))
+    return digest.hexdigest()
+
+
+def render_manifest(content: dict[str, Any]) -> bytes:
+    """The only bytes this content has as a manifest: sorted, indented, closed by a SHA-256 of the rest."""
+    options = orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+    rest = {key: value for key, value in content.items() if key != "zz_sha256"}
+    digest = hashlib.sha256(orjson.dumps(rest, option=options)).hexdigest()
+    return orjson.dumps({**rest, "zz_sha256": digest}, option=options)
+
+
+def read_manifest(path: Path, form: str) -> tuple[dict[str, Any], str]:
+    """Read a manifest of the given format; returns its content and the SHA-256 of the file. DataFormatError."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise DataFormatError(f"{path}: missing; without it there is no data set (run `prepare` to its end)") from None
+    try:
+        content = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise DataFormatError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(content, dict) or content.get("format") != form:
+        raise DataFormatError(f"{path}: not a manifest of format {form!r}")
+    if content.get("version") != FORMAT_VERSION:
+        found = content.get("version")
+        raise DataFormatError(f"{path}: format version {found!r} is not known; this program reads {FORMAT_VERSION}")
+    if render_manifest(content) != raw:
+        raise DataFormatError(f"{path}: damaged or edited by hand (it does not match its own SHA-256)")
+    return content, hashlib.sha256(raw).hexdigest()
+
+
+# ---------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One shard, as the manifest has it. `largest_id` and the counts stand in its headers too."""
+
+    folder: Path
+    stem: str
+    tokens: int
+    documents: int
+    text_bytes: int
+    largest_id: int
+    token_bytes: int
+    bin_sha256: str
+    idx_sha256: str
+
+    @property
+    def bin_path(self) -> Path:
+        return self.folder / f"{self.stem}.bin"
+
+    @property
+    def idx_path(self) -> Path:
+        return self.folder / f"{self.stem}.idx"
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest's record of this shard (all but the folder)."""
+        return {
+            "name": self.stem, "tokens": self.tokens, "documents": self.documents, "text_bytes": self.text_bytes,
+            "largest_id": self.largest_id, "token_bytes": self.token_bytes,
+            "bin_sha256": self.bin_sha256, "idx_sha256": self.idx_sha256,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, folder: Path, record: dict[str, Any]) -> ShardInfo:
+        """The shard a manifest's record describes. KeyError or TypeError: the record is not one."""
+        record = dict(record)
+        return cls(folder=folder, stem=record.pop("name"), **record)
+
+
+class ShardWriter:
+    """Writes one shard under temporary names; `publish` gives both files their names, `discard` removes them.
+
+    Memory: one CRC block (16 MiB) and 8 bytes a document.
+    """
+
+    def __init__(self, folder: Path, stem: str, *, vocab_size: int, eos_id: int, fingerprint: str) -> None:
+        if not 0 <= eos_id < vocab_size:
+            raise DataFormatError(f"an EOS id of {eos_id} is outside a vocabulary of {vocab_size}")
+        self._folder, self._stem = folder, stem
+        self._vocab_size, self._eos_id, self._fingerprint = vocab_size, eos_id, fingerprint
+        self._width = token_width(vocab_size)
+        self._bin, self._idx = (temporary_name(folder / f"{stem}.{kind}") for kind in ("bin", "idx"))
+        self._pending: list[npt.NDArray[Any]] = []
+        self._pending_tokens = 0
+        self._ends: list[int] = []
+        self._crcs: list[int] = []
+        self.tokens, self.text_bytes, self._largest = 0, 0, 0
+        self._file = self._bin.open("wb")
+        self._file.write(bytes(HEADER_BYTES))
+
+    def add(self, ids: npt.ArrayLike, text_bytes: int) -> None:
+        """Append one document: its ids (1-D integers, no EOS), which is then closed by EOS, and the size of its text.
+
+        DataFormatError when an id is outside the vocabulary or is EOS.
+        """
+        array = np.asarray(ids)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise DataFormatError(f"ids must be one row of integers, not {array.dtype} of shape {array.shape}")
+        if array.size:
+            low, high = int(array.min()), int(array.max())
+            if low < 0 or high >= self._vocab_size:
+                raise DataFormatError(f"id {low if low < 0 else high} is outside a vocabulary of {self._vocab_size}")
+            if (array == self._eos_id).any():
+                raise DataFormatError(f"a document holds the EOS id {self._eos_id}; only its end may")
+            self._largest = max(self._largest, high)
+        self._largest = max(self._largest, self._eos_id)
+        dtype = np.dtype(f"<u{self._width}")
+        self._pending += [array.astype(dtype), np.array([self._eos_id], dtype)]
+        self._pending_tokens += array.size + 1
+        self.tokens += array.size + 1
+        self.text_bytes += text_bytes
+        self._ends.append(self.tokens)
+        if self._pending_tokens * self._width >= CRC_BLOCK_BYTES:
+            self._flush(whole_blocks_only=True)
+
+    def _flush(self, *, whole_blocks_only: bool) -> None:
+        data = np.concatenate(self._pending) if self._pending else np.empty(0, f"<u{self._width}")
+        block = CRC_BLOCK_BYTES // self._width
+        stop = len(data) - len(data) % block if whole_blocks_only else len(data)
+        for start in range(0, stop, block):
+            raw = data[start : min(start + block, stop)].tobytes()
+            self._crcs.append(zlib.crc32(raw))
+            self._file.write(raw)
+        self._pending, self._pending_tokens = [data[stop:]], len(data) - stop
+
+    def publish(self) -> ShardInfo:
+        """Finish, sync and name both files. The shard exists from the moment its .bin has its name."""
+        self._flush(whole_blocks_only=False)
+        payload = np.array(self._ends, "<u8").tobytes() + np.array(self._crcs, "<u4").tobytes()
+
+        def header(kind: Literal["bin", "idx"], payload_crc: int) -> bytes:
+            return Header(
+                kind, self._width, self.tokens, len(self._ends), self._largest, self._vocab_size, self._eos_id,
+                self._fingerprint, self.text_bytes, payload_crc,
+            ).to_bytes()  # fmt: skip
+
+        self._file.seek(0)
+        self._file.write(header("bin", 0))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        with self._idx.open("wb") as file:
+            file.write(header("idx", zlib.crc32(payload)) + payload)
+            file.flush()
+            os.fsync(file.fileno())
+        info = ShardInfo(
+            folder=self._folder, stem=self._stem, tokens=self.tokens, documents=len(self._ends),
+            text_bytes=self.text_bytes, largest_id=self._largest, token_bytes=self._width,
+            bin_sha256=file_sha256(self._bin), idx_sha256=file_sha256(self._idx),
+        )  # fmt: skip
+        publish(self._idx, info.idx_path)
+        publish(self._bin, info.bin_path)
+        return info
+
+    def discard(self) -> None:
+        """Close and remove what has no name yet; safe to call at any time."""
+        self._file.close()
+        self._bin.unlink(missing_ok=True)
+        self._idx.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Split:
+    """One side of a source: its shards in order, and their sums."""
+
+    shards: list[ShardInfo]
+    tokens: int = field(init=False)
+    documents: int = field(init=False)
+    text_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "documents", "text_bytes"):
+            object.__setattr__(self, name, sum(getattr(shard, name) for shard in self.shards))
+
+
+@dataclass(frozen=True)
+class Source:
+    """One data set: what one named input became."""
+
+    name: str
+    path: Path
+    splits: dict[SplitName, Split]
+    manifest: dict[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Data sets made with one tokenizer, ordered by name. `manifest_sha256` stands for all that is in it."""
+
+    path: Path
+    fingerprint: str
+    vocab_size: int
+    eos_id: int
+    manifest_sha256: str
+    sources: dict[str, Source]
+
+
+def open_collection(path: Path | str) -> Collection:
+    """Open a collection after quick checks of everything in it but the tokens themselves.
+
+    Checked: all manifests against their hashes, the tokenizer's files, the size and both headers of every shard
+    against the manifest. Cost: two small reads a shard. DataFormatError: one line, with file and fault.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise DataFormatError(f"{path}: no such folder")
+    content, digest = read_manifest(path / MANIFEST_NAME, COLLECTION_FORMAT)
+    try:
+        tokenizer = content["tokenizer"]
+        fingerprint, vocab_size, eos_id = tokenizer["fingerprint"], tokenizer["vocab_size"], tokenizer["eos_id"]
+        files, sources = dict(tokenizer["files"]), dict(content["sources"])
+        hashes = {name: sources[name]["manifest_sha256"] for name in sorted(sources)}
+    except (KeyError, TypeError, ValueError):
+        raise DataFormatError(f"{path / MANIFEST_NAME}: a field is missing or of the wrong kind") from None
+    for name, expected in files.items():
+        _check_sha256(path / TOKENIZER_FOLDER / name, expected)
+    collection = Collection(path, fingerprint, vocab_size, eos_id, digest, {})
+    for name, expected in hashes.items():
+        if not is_source_name(name):
+            raise DataFormatError(f"{path / MANIFEST_NAME}: {name!r} is not a name for a source")
+        collection.sources[name] = _open_source(path / name, name, expected, collection)
+    return collection
+
+
+def _check_sha256(path: Path, expected: str) -> None:
+    if not path.is_file():
+        raise DataFormatError(f"{path}: the file is missing")
+    if (found := file_sha256(path)) != expected:
+        raise DataFormatError(f"{path}: damaged or changed: SHA-256 is {found}, the manifest says {expected}")
+
+
+def _open_source(folder: Path, name: str, expected_sha256: str, collection: Collection) -> Source:
+    manifest_path = folder / MANIFEST_NAME
+    content, digest = read_manifest(manifest_path, DATASET_FORMAT)
+    if digest != expected_sha256:
+        raise DataFormatError(f"{manifest_path}: SHA-256 is {digest}, the collection's manifest says {expected_sha256}")
+    try:
+        splits = {
+            split: Split([ShardInfo.from_json(folder, record) for record in content["splits"][split]["shards"]])
+            for split in SPLITS
+        }
+        claimed = {split: content["splits"][split] for split in SPLITS}
+        if any(claimed[split][key] != getattr(splits[split], key) for split in SPLITS for key in _SUMS):
+            raise DataFormatError(f"{manifest_path}: the sums of a split differ from those of its shards")
+    except (KeyError, TypeError):
+        raise DataFormatError(f"{manifest_path}: a field is missing or of the wrong kind") from None
+    ledger = folder / LEDGER_NAME
+    if not ledger.is_file() or ledger.stat().st_size != content.get("ledger", {}).get("bytes"):
+        raise DataFormatError(f"{ledger}: missing or not of the size the manifest says")
+    for split in splits.values():
+        for shard in split.shards:
+            check_shard(shard, collection.fingerprint, collection.vocab_size, collection.eos_id)
+    return Source(name, folder, splits, content)
+
+
+_SUMS = ("tokens", "documents", "text_bytes")
+
+
+def check_shard(shard: ShardInfo, fingerprint: str, vocab_size: int, eos_id: int) -> None:
+    """Quick check of one shard: sizes and both headers, against what the manifest and the tokenizer say."""
+    for path, kind in ((shard.bin_path, "bin"), (shard.idx_path, "idx")):
+        header = read_header(path, kind)  # type: ignore[arg-type]
+        if header.fingerprint != fingerprint:
+            raise DataFormatError(
+                f"{path}: made with tokenizer {header.fingerprint[:12]}, the collection's is {fingerprint[:12]}"
+            )
+        facts = {
+            "tokens": shard.tokens, "documents": shard.documents, "text_bytes": shard.text_bytes,
+            "largest_id": shard.largest_id, "token_bytes": shard.token_bytes,
+            "vocab_size": vocab_size, "eos_id": eos_id,
+        }  # fmt: skip
+        for key, value in facts.items():
+            if getattr(header, key) != value:
+                raise DataFormatError(f"{path}: {key} is {getattr(header, key)}, the manifest says {value}")
+        if shard.largest_id >= vocab_size:
+            raise DataFormatError(f"{path}: largest id {shard.largest_id} is outside a vocabulary of {vocab_size}")
+
+
+class TokenStream:
+    """A split as one row of tokens, over the ends of shards and documents. Safe to use from several threads.
+
+    At most 64 files are open at a time, whatever the number of shards; an index is read when it is first asked for.
+    """
+
+    def __init__(self, split: Split) -> None:
+        self.split = split
+        self.tokens = split.tokens
+        self.documents = split.documents
+        self._starts = _running_sum([shard.tokens for shard in split.shards])
+        self._first_documents = _running_sum([shard.documents for shard in split.shards])
+        self._files: OrderedDict[int, int] = OrderedDict()
+        self._ends: OrderedDict[int, Int64Array] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, start: int, stop: int) -> Int64Array:
+        """Tokens start to stop (exclusive) as int64 of shape (stop - start,).
+
+        ValueError outside 0 <= start <= stop <= tokens; DataFormatError when a file has been cut meanwhile.
+        """
+        self._check_range(start, stop)
+        out = np.empty(stop - start, np.int64)
+        filled = 0
+        for number, low, high in self._parts(start, stop):
+            shard = self.split.shards[number]
+            wanted = (high - low) * shard.token_bytes
+            with self._lock:
+                raw = os.pread(self._descriptor(number), wanted, HEADER_BYTES + low * shard.token_bytes)
+            if len(raw) != wanted:
+                raise DataFormatError(f"{shard.bin_path}: cut since it was opened: {len(raw)} of {wanted} bytes read")
+            out[filled : filled + high - low] = np.frombuffer(raw, f"<u{shard.token_bytes}")
+            filled += high - low
+        return out
+
+    def will_need(self, start: int, stop: int) -> None:
+        """Ask the system to fetch this range from disk in the background, where it knows how."""
+        self._check_range(start, stop)
+        if not hasattr(os, "posix_fadvise"):
+            return
+        for number, low, high in self._parts(start, stop):
+            width = self.split.shards[number].token_bytes
+            with self._lock:
+                os.posix_fadvise(
+                    self._descriptor(number), HEADER_BYTES + low * width, (high - low) * width, os.POSIX_FADV_WILLNEED
+                )
+
+    def document_ends(self, start: int, stop: int) -> Int64Array:
+        """The positions e, start < e <= stop, one past an EOS: ascending int64, counted over the whole stream."""
+        self._check_range(start, stop)
+        found = []
+        for number, low, high in self._parts(start, stop):
+            ends = self._shard_ends(number)
+            first, last = np.searchsorted(ends, [low, high], side="right")
+            found.append(ends[first:last] + self._starts[number])
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def document(self, number: int) -> tuple[int, int]:
+        """Where document `number` (from 0) starts and ends in the stream, its EOS included. ValueError outside."""
+        if not 0 <= number < self.documents:
+            raise ValueError(f"document {number} does not exist; this split has {self.documents:,} (0 is the first)")
+        shard = bisect_right(self._first_documents, number) - 1
+        ends, local = self._shard_ends(shard), number - self._first_documents[shard]
+        low = int(ends[local - 1]) if local else 0
+        return self._starts[shard] + low, self._starts[shard] + int(ends[local])
+
+    def document_at(self, position: int) -> int:
+        """The number of the document that holds the token at `position`. ValueError outside the stream."""
+        if not 0 <= position < self.tokens:
+            raise ValueError(f"position {position} does not exist; this split has {self.tokens:,} tokens")
+        shard = bisect_right(self._starts, position) - 1
+        local = np.searchsorted(self._shard_ends(shard), position - self._starts[shard], side="right")
+        return self._first_documents[shard] + int(local)
+
+    def close(self) -> None:
+        """Close all files; the stream opens them again when it is read again."""
+        with self._lock:
+            while self._files:
+                os.close(self._files.popitem()[1])
+            self._ends.clear()
+
+    def _check_range(self, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= self.tokens:
+            raise ValueError(f"tokens {start} to {stop} are outside a stream of {self.tokens}")
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(shard, low, high) for each shard that holds part of the range; low and high within the shard."""
+        number = bisect_right(self._starts, start) - 1
+        while start < stop:
+            base = self._starts[number]
+            high = min(stop - base, self.split.shards[number].tokens)
+            if high > start - base:
+                yield number, start - base, high
+            start = base + high
+            number += 1
+
+    def _descriptor(self, number: int) -> int:
+        """The open file of a shard; call with the lock held."""
+        if number in self._files:
+            self._files.move_to_end(number)
+            return self._files[number]
+        while len(self._files) >= _OPEN_FILES:
+            os.close(self._files.popitem(last=False)[1])
+        self._files[number] = os.open(self.split.shards[number].bin_path, os.O_RDONLY)
+        return self._files[number]
+
+    def _shard_ends(self, number: int) -> Int64Array:
+        with self._lock:
+            if number not in self._ends:
+                while len(self._ends) >= _OPEN_FILES:
+                    self._ends.popitem(last=False)
+                self._ends[number] = read_index(self.split.shards[number].idx_path)[0]
+            self._ends.move_to_end(number)
+            return self._ends[number]
+
+
+def _running_sum(counts: list[int]) -> list[int]:
+    sums = [0]
+    for count in counts:
+        sums.append(sums[-1] + count)
+    return sums
+
+
+def read_index(path: Path) -> tuple[Int64Array, npt.NDArray[np.uint32]]:
+    """Document ends (int64, one a document) and CRC32 of the token blocks (uint32). DataFormatError when damaged."""
+    header = read_header(path, "idx")
+    with path.open("rb") as file:
+        file.seek(HEADER_BYTES)
+        raw = file.read(header.file_bytes - HEADER_BYTES)
+    if zlib.crc32(raw) != header.payload_crc:
+        raise DataFormatError(f"{path}: damaged behind its header (CRC32 does not match)")
+    ends = np.frombuffer(raw, "<u8", header.documents).astype(np.int64)
+    lengths = np.diff(ends, prepend=0)
+    if header.documents and (lengths.min() < 1 or int(ends[-1]) != header.tokens):
+        raise DataFormatError(f"{path}: the document ends do not ascend to {header.tokens}, the number of tokens")
+    return ends, np.frombuffer(raw, "<u4", offset=8 * header.documents)
+
+
+# ---------------------------------------------------------------- checking
+
+
+def verify_collection(path: Path | str, *, full: bool, on_bytes: Callable[[int], None] | None = None) -> Collection:
+    """Quick checks (`open_collection`, and the record of the inputs), or with `full` every byte.
+
+    Full: CRC32 of every token block, document ends ascending, EOS at each end and nowhere else, the largest id,
+    SHA-256 of every file. DataFormatError names the first fault. `on_bytes` hears of the bytes of tokens read.
+    """
+    collection = open_collection(path)
+    if (collection.path / PLAN_PATH).exists():
+        read_manifest(collection.path / PLAN_PATH, PLAN_FORMAT)
+    if full:
+        for source in collection.sources.values():
+            _check_sha256(source.path / LEDGER_NAME, source.manifest["ledger"]["sha256"])
+            for split in source.splits.values():
+                for shard in split.shards:
+                    verify_shard(shard, collection.eos_id, on_bytes)
+    return collection
+
+
+def verify_shard(shard: ShardInfo, eos_id: int, on_bytes: Callable[[int], None] | None = None) -> None:
+    """Read every byte of a shard and check it; see `verify_collection`. Memory: two blocks and the index."""
+    ends, crcs = read_index(shard.idx_path)
+    digest = hashlib.sha256()
+    position, largest = 0, 0
+    with shard.bin_path.open("rb") as file:
+        digest.update(file.read(HEADER_BYTES))
+        for block, expected in enumerate(crcs):
+            raw = file.read(CRC_BLOCK_BYTES)
+            if zlib.crc32(raw) != expected:
+                raise DataFormatError(
+                    f"{shard.bin_path}: token block {block} of {CRC_BLOCK_BYTES:,} bytes is damaged (CRC32 does not match)"
+                )
+            digest.update(raw)
+            ids = np.frombuffer(raw, f"<u{shard.token_bytes}")
+            first, last = np.searchsorted(ends, [position, position + len(ids)], side="right")
+            if not np.array_equal(np.flatnonzero(ids == eos_id) + position + 1, ends[first:last]):
+                raise DataFormatError(
+                    f"{shard.bin_path}: EOS does not stand exactly at the document ends in token block {block}"
+                )
+            largest = max(largest, int(ids.max()))
+            position += len(ids)
+            if on_bytes is not None:
+                on_bytes(len(raw))
+    if largest != shard.largest_id:
+        raise DataFormatError(f"{shard.bin_path}: the largest id is {largest}, the header says {shard.largest_id}")
+    if digest.hexdigest() != shard.bin_sha256:
+        raise DataFormatError(f"{shard.bin_path}: SHA-256 is not the one in the manifest")
+    _check_sha256(shard.idx_path, shard.idx_sha256)

@@ -1,0 +1,70 @@
+"""Positions: RoPE turns each pair of dimensions of q and k by an angle that grows with the position.
+
+Since only the difference of two angles survives in q·k, attention sees relative distance (Su et al. 2021, eq. 34).
+Suffixes: t positions, h heads, d the head's dimensions (the tables hold one column per pair, d/2).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def rope_tables(head_dim: int, seq_len: int, base: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of position · base^(-2i/head_dim) for pair i: two (seq_len, head_dim/2) fp32 tensors on the CPU.
+
+    The angles are formed in float64 from integers: in fp32 the angle at position 2047 is already 1e-4 off, in bf16
+    positions past 256 are not even distinct.
+    """
+    position_t1 = torch.arange(seq_len, device="cpu").to(torch.float64)[:, None]
+    exponent_d = torch.arange(0, head_dim, 2, device="cpu").to(torch.float64) / head_dim
+    angle_td = position_t1 * base**-exponent_d
+    return angle_td.cos().to(torch.float32), angle_td.sin().to(torch.float32)
+
+
+def rotate(x_bhtd: Tensor, cos_td: Tensor, sin_td: Tensor) -> Tensor:
+    """Turn dimension i with i + head_dim/2 by the tables' angles (rotate-half layout); same shape and dtype as x.
+
+    Half-precision x meets the fp32 tables in fp32 and is rounded once, at the end.
+    """
+    left, right = x_bhtd.chunk(2, dim=-1)
+    turned = torch.cat((left * cos_td - right * sin_td, right * cos_td + left * sin_td), dim=-1)
+    return turned.to(x_bhtd.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """The RoPE tables of one model: buffers that are never saved and stay fp32 and exact through every cast.
+
+    `module.bfloat16()`, an engine's cast, and `to_empty()` after building on the meta device all go through `_apply`,
+    which makes the tables anew on the device it moved them to, rather than keeping what the cast left of them.
+    """
+
+    cos_td: Tensor
+    sin_td: Tensor
+
+    def __init__(self, head_dim: int, seq_len: int, base: float) -> None:
+        super().__init__()
+        self.head_dim, self.seq_len, self.base = head_dim, seq_len, base
+        self._make_tables(torch.get_default_device())
+
+    def _make_tables(self, device: torch.device) -> None:
+        cos_td, sin_td = rope_tables(self.head_dim, self.seq_len, self.base)
+        self.register_buffer("cos_td", cos_td.to(device), persistent=False)
+        self.register_buffer("sin_td", sin_td.to(device), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._make_tables(self.cos_td.device)
+        return self
+
+    def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+        """cos and sin, each (length, head_dim/2) fp32, of the positions start .. start + length - 1.
+
+        ValueError past the end of the tables; RuntimeError when something cast them behind `_apply`'s back.
+        """
+        stop = start + length
+        if stop > self.seq_len:
+            raise ValueError(f"position {stop - 1} is past the model's seq_len = {self.seq_len}: shorten the input")
+        if self.cos_td.dtype != torch.float32:
+            raise RuntimeError(f"the RoPE tables were cast to {self.cos_td.dtype}: positions past 256 would be wrong")
+        return self.cos_td[start:stop], self.sin_td[start:stop]

@@ -1,0 +1,111 @@
+"""The Llama-style decoder, top to bottom: ids -> embedding -> blocks -> last norm -> head.
+
+Suffixes of tensor names: b batch, t tokens, d model width, v vocabulary.
+Parameter names are Hugging Face's, without the leading "model.".
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from model.attention import Attention, KVCache
+from model.config import ModelConfig
+from model.feedforward import SwiGLU
+from model.loss import LossSum, next_token_loss
+from model.norms import RMSNorm
+from model.positions import RotaryEmbedding
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each reading a normed copy of the residual stream and adding to it (Pre-Norm).
+
+    The stream itself meets no norm, so gradients reach the first block undamped.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.d_model, config.norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.d_model, config.norm_eps)
+        self.mlp = SwiGLU(config.d_model, config.d_ff)
+
+    def forward(self, x_btd: Tensor, rotation: tuple[Tensor, Tensor], cache: KVCache | None = None) -> Tensor:
+        x_btd = x_btd + self.self_attn(self.input_layernorm(x_btd), rotation, cache)
+        out_btd: Tensor = x_btd + self.mlp(self.post_attention_layernorm(x_btd))
+        return out_btd
+
+
+class Transformer(nn.Module):
+    """The whole model. Tied means that embedding and head are one Parameter, not two that are kept equal.
+
+    activation_checkpointing: "full" keeps only each block's input and runs the block again in backward: the same
+    gradients, bit for bit in fp32, for a third more compute.
+    loss_chunk_tokens: how many tokens' logits exist at a time while the loss is computed.
+    """
+
+    activation_checkpointing: Literal["none", "full"] = "none"
+    loss_chunk_tokens: int = 1024
+
+    def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
+        self.rotary = RotaryEmbedding(config.head_dim, config.seq_len, config.rope_base)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if config.tied:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.init_weights(generator)
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Draw every weight: norms 1, matrices N(0, init_std), the two that write to the residual stream smaller.
+
+        2 · n_layers outputs add up in the stream; scaling each by 1/sqrt(2 · n_layers) keeps the variance of their
+        sum from growing with depth (GPT-2, section 2.3).
+        """
+        std = self.config.init_std
+        residual_std = std / math.sqrt(2 * self.config.n_layers)
+        for name, parameter in self.named_parameters():
+            if parameter.numel() == 0:
+                raise RuntimeError(f"{name} is empty (partitioned?): draw the weights before an engine splits them")
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.normal_(0.0, residual_std, generator=generator)
+            else:
+                parameter.normal_(0.0, std, generator=generator)
+
+    def forward(
+        self, ids_bt: Tensor, targets_bt: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor | LossSum:
+        """Logits (b, t, vocab_size) of the next token; or, given targets, the summed loss and the token count.
+
+        targets_bt[b, t] is the id that follows ids_bt[b, t] (the shift is the caller's); -100 is ignored.
+        With a cache, ids_bt are the tokens after those the cache holds, and are added to it.
+        ValueError when positions run past seq_len.
+        """
+        hidden_btd = self.hidden(ids_bt, cache)
+        if targets_bt is None:
+            logits_btv: Tensor = self.lm_head(hidden_btd)
+            return logits_btv
+        return next_token_loss(self.lm_head, hidden_btd, targets_bt, self.loss_chunk_tokens)
+
+    def hidden(self, ids_bt: Tensor, cache: KVCache | None = None) -> Tensor:
+        """What the head reads: the residual stream after the last norm, (b, t, d_model)."""
+        tokens = ids_bt.shape[1]
+        rotation = self.rotary(cache.length if cache is not None else 0, tokens)
+        x_btd: Tensor = self.embed_tokens(ids_bt)
+        for block in self.layers:
+            if self.activation_checkpointing == "full" and torch.is_grad_enabled():
+                x_btd = checkpoint(block, x_btd, rotation, cache, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_btd = block(x_btd, rotation, cache)
+        if cache is not None:
+            cache.advance(tokens)
+        normed_btd: Tensor = self.norm(x_btd)
+        return normed_btd

@@ -1,0 +1,345 @@
+"""The recipe: one typed, frozen tree that owns every number of a run except how DeepSpeed partitions it.
+
+A recipe is a TOML file. Values come from, later ones winning: the defaults below, the model preset, the file,
+`--set a.b=VALUE`. An unknown key is an error that names its nearest neighbour, and validation never changes a value:
+what the file says is what runs, or the run does not start. Relative paths in a recipe count from the folder the command
+is run in, which is the project root.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from model.config import ModelConfig, from_table
+
+PROJECT_ROOT = Path(__file__).resolve().parents[1]
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class RecipeError(ValueError):
+    """A recipe, an override or a DeepSpeed JSON that cannot run as written; the message is one line with the remedy."""
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class DataStage(_Table):
+    """From `from_tokens` training tokens on, sources are drawn in proportion to `weights` (non-negative numbers)."""
+
+    from_tokens: NotNegative
+    weights: dict[str, Annotated[float, Field(ge=0.0)]]
+
+    @field_validator("weights")
+    @classmethod
+    def _some_weight(cls, weights: dict[str, float]) -> dict[str, float]:
+        if not sum(weights.values()) > 0.0:
+            raise ValueError("give at least one source a weight above 0")
+        return weights
+
+
+class DataTable(_Table):
+    """A prepared collection and the tokenizer that wrote it. No stages: each source in proportion to its windows."""
+
+    path: str
+    tokenizer: str
+    stages: Annotated[tuple[DataStage, ...], Strict(False)] = ()
+
+    @field_validator("stages")
+    @classmethod
+    def _increasing(cls, stages: tuple[DataStage, ...]) -> tuple[DataStage, ...]:
+        starts = [stage.from_tokens for stage in stages]
+        if starts and (starts[0] != 0 or any(b <= a for a, b in pairwise(starts))):
+            raise ValueError(f"from_tokens must start at 0 and increase from stage to stage, not {starts}")
+        return stages
+
+
+class BatchTable(_Table):
+    """Sequences per optimizer step over all ranks, and per rank and micro-step."""
+
+    global_batch_size: Positive
+    micro_batch_size: Positive
+
+
+class ScheduleTable(_Table):
+    name: Literal["cosine"] = "cosine"
+    peak_lr: Annotated[float, Field(gt=0.0)]
+    min_lr: Annotated[float, Field(ge=0.0)]
+    warmup_steps: NotNegative
+    max_steps: Positive
+
+    @model_validator(mode="after")
+    def _in_order(self) -> ScheduleTable:
+        if self.min_lr > self.peak_lr:
+            raise ValueError(f"min_lr {self.min_lr} is above peak_lr {self.peak_lr}: lower min_lr")
+        if self.warmup_steps >= self.max_steps:
+            raise ValueError(
+                f"warmup_steps {self.warmup_steps} leaves no step of max_steps {self.max_steps}: shorten the warm-up"
+            )
+        return self
+
+
+class OptimizerTable(_Table):
+    name: Literal["adamw"] = "adamw"
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    gradient_clipping: float | Literal["off"] = 1.0
+
+    @field_validator("gradient_clipping", mode="before")
+    @classmethod
+    def _positive_or_off(cls, value: object) -> object:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value != "off" and not (is_number and 0.0 < float(str(value)) < math.inf):
+            raise ValueError('should be a positive number, or "off" for no clipping')
+        return value
+
+    @property
+    def clipping_norm(self) -> float:
+        """The largest gradient norm left unclipped, 0.0 for no clipping (how DeepSpeed spells it)."""
+        return 0.0 if self.gradient_clipping == "off" else float(self.gradient_clipping)
+
+
+class PrecisionTable(_Table):
+    """Of forward and backward; of the master weights and their moments; of the gradients while they are summed."""
+
+    compute: Literal["bf16", "fp32"] = "bf16"
+    master: Literal["fp32", "bf16"] = "fp32"
+    accumulate: Literal["fp32", "bf16"] = "fp32"
+
+    @model_validator(mode="after")
+    def _nothing_below_compute(self) -> PrecisionTable:
+        if self.compute == "fp32" and (self.master, self.accumulate) != ("fp32", "fp32"):
+            raise ValueError(
+                'compute = "fp32" keeps masters and gradients in fp32: set master and accumulate to "fp32"'
+            )
+        return self
+
+
+class MemoryTable(_Table):
+    activation_checkpointing: Literal["none", "full"] = "none"
+    loss_chunk_tokens: Positive = 4096
+
+
+class EvaluationTable(_Table):
+    """Without `every_steps` a run is evaluated at its end only; without `max_tokens` on all held-out tokens."""
+
+    every_steps: Positive | None = None
+    max_tokens: Positive | None = None  # per source
+
+
+class CheckpointTable(_Table):
+    every_steps: Positive
+    keep_last: Positive = 3
+
+
+class LoggingTable(_Table):
+    every_steps: Positive = 1
+    tensorboard: bool = True
+
+
+class DeepSpeedTable(_Table):
+    config: str = "ds_configs/zero2.json"
+
+
+class RunConfig(_Table):
+    """A whole recipe. `model` is the architecture's own frozen dataclass, built from the `[model]` table."""
+
+    seed: NotNegative = 1
+    model: ModelConfig
+    data: DataTable
+    batch: BatchTable
+    schedule: ScheduleTable
+    optimizer: OptimizerTable = OptimizerTable()
+    precision: PrecisionTable = PrecisionTable()
+    memory: MemoryTable = MemoryTable()
+    evaluation: EvaluationTable = EvaluationTable()
+    checkpoint: CheckpointTable
+    logging: LoggingTable = LoggingTable()
+    deepspeed: DeepSpeedTable = DeepSpeedTable()
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _build_model(cls, value: object) -> object:
+        return from_table(dict(value)) if isinstance(value, Mapping) else value
+
+    @model_validator(mode="after")
+    def _stages_start_on_a_sample(self) -> RunConfig:
+        for stage in self.data.stages:
+            low = stage.from_tokens // self.model.seq_len * self.model.seq_len
+            if stage.from_tokens != low:
+                raise ValueError(
+                    f"data.stages from_tokens {stage.from_tokens} is not a multiple of model.seq_len "
+                    f"{self.model.seq_len}: use {low} or {low + self.model.seq_len}"
+                )
+        return self
+
+
+def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read, override and check a recipe; `overrides` are `table.key=VALUE` texts. RecipeError: one line, what to do."""
+    recipe = Path(path)
+    table = _read_toml(recipe)
+    for override in overrides:
+        _apply_override(table, override)
+    try:
+        return parse_recipe(table)
+    except RecipeError as error:
+        raise RecipeError(f"{recipe}: {error}") from None
+
+
+def parse_recipe(table: Mapping[str, Any]) -> RunConfig:
+    """Build the config from already-parsed tables. RecipeError: unknown key (nearest neighbour named) or bad value."""
+    _refuse_unknown_keys(table, RunConfig, ())
+    try:
+        return RunConfig.model_validate(dict(table))
+    except ValidationError as error:
+        raise RecipeError(_one_line(error)) from None
+
+
+def to_toml(config: RunConfig) -> str:
+    """The resolved recipe, every value written out; `parse_recipe(tomllib.loads(text))` gives an equal config."""
+    tables: dict[str, dict[str, Any]] = {}
+    lines = [f"seed = {config.seed}"]
+    for name in RunConfig.model_fields:
+        value = getattr(config, name)
+        if isinstance(value, ModelConfig):
+            tables[name] = value.to_dict()
+        elif isinstance(value, BaseModel):
+            tables[name] = value.model_dump(exclude_none=True)
+    for name, table in tables.items():
+        stages = table.pop("stages", ())
+        lines += ["", f"[{name}]"]
+        lines += [f"{key} = {_toml_value(value)}" for key, value in table.items()]
+        for stage in stages:
+            lines += ["", f"[[{name}.stages]]"]
+            lines += [f"{key} = {_toml_value(value)}" for key, value in stage.items()]
+    return "\n".join(lines) + "\n"
+
+
+def nearest(key: str, known: Sequence[str]) -> str:
+    """The known key most like `key`, by difflib's ratio."""
+    return max(known, key=lambda candidate: difflib.SequenceMatcher(None, key, candidate).ratio())
+
+
+def _read_toml(recipe: Path) -> dict[str, Any]:
+    if not recipe.is_file():
+        bundled = sorted(path.stem for path in (PROJECT_ROOT / "pretrain" / "recipes").glob("*.toml"))
+        hint = f"pretrain/recipes/{nearest(recipe.stem, bundled)}.toml" if bundled else "a TOML file"
+        raise RecipeError(f"{recipe}: there is no such recipe file; the nearest one here is {hint}")
+    try:
+        return tomllib.loads(recipe.read_bytes().decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{recipe}: not UTF-8 at byte {error.start}: save the recipe as UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{recipe}: not valid TOML: {error}") from None
+
+
+def _apply_override(table: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    path = key.strip().split(".")
+    if not equals or not all(path):
+        raise RecipeError(f"--set {override}: write it as table.key=VALUE, for example schedule.peak_lr=3e-4")
+    value = _parse_value(override, text.strip())
+    if isinstance(value, dict):
+        raise RecipeError(f"--set {override}: sets single values only: write one --set for each key of the table")
+    target: Any = table
+    for depth, part in enumerate(path[:-1], start=1):
+        target = target.setdefault(part, {})
+        if not isinstance(target, dict):
+            raise RecipeError(f"--set {override}: {'.'.join(path[:depth])} is a value, not a table: set it directly")
+    if isinstance(target.get(path[-1]), dict):
+        raise RecipeError(f"--set {override}: {key.strip()} is a table: name one of its keys as well")
+    target[path[-1]] = value
+
+
+def _parse_value(override: str, text: str) -> Any:
+    """TOML's value syntax; a bare word (no TOML value, no quotes or brackets) is a string: paths need no quotes."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+        if set(parsed) == {"value"}:
+            return parsed["value"]
+    except tomllib.TOMLDecodeError:
+        if re.fullmatch(r"[^\s\"'\[\]{}=,#]+", text):
+            return text
+    raise RecipeError(
+        f"--set {override}: the value {text!r} is neither TOML nor a bare word: quote it as a TOML string"
+    )
+
+
+def _known_keys(table: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, field in table.model_fields.items():
+        yield (*prefix, name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _known_keys(field.annotation, (*prefix, name))
+
+
+def _refuse_unknown_keys(table: Mapping[str, Any], shape: type[BaseModel], prefix: tuple[str, ...]) -> None:
+    for key, value in table.items():
+        where = ".".join((*prefix, key))
+        if key not in shape.model_fields:
+            here = list(shape.model_fields)
+            elsewhere = [known for known in _known_keys(RunConfig) if known[-1] == key]
+            near = ".".join(elsewhere[0] if elsewhere else (*prefix, nearest(key, here)))
+            raise RecipeError(f"unknown key {where}: did you mean {near}?")
+        annotation = shape.model_fields[key].annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel) and isinstance(value, Mapping):
+            _refuse_unknown_keys(value, annotation, (*prefix, key))
+        elif get_origin(annotation) is tuple and isinstance(value, list):
+            element = get_args(annotation)[0]
+            for entry in value:
+                if isinstance(entry, Mapping):
+                    _refuse_unknown_keys(entry, element, (*prefix, key))
+
+
+def _one_line(error: ValidationError) -> str:
+    first = error.errors()[0]
+    union_tags = {"float", "literal['off']"}
+    key = ".".join(str(part) for part in first["loc"] if part not in union_tags)
+    if first["type"] == "missing":
+        return f"{key} is missing: add it to the recipe"
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if isinstance(first["input"], Mapping | BaseModel):
+        return f"{key}: {message}" if key else message
+    return f"{key} = {_show(first['input'])}: {message}"
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        # A JSON string is a TOML basic string, except that TOML wants DEL escaped too.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_toml_value(key)} = {_toml_value(entry)}" for key, entry in value.items()) + " }"
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(_toml_value(entry) for entry in value) + "]"
+    raise TypeError(f"a recipe cannot hold {value!r}")

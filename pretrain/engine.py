@@ -1,0 +1,314 @@
+"""Everything that touches DeepSpeed, and nothing else in this package does.
+
+DeepSpeed ignores keys it does not know, fills absent ones with surprising defaults and swaps optimizers without a word.
+So `resolve` decides beforehand what the engine will be told, as a pure function: the recipe owns batch, clipping,
+precision and optimizer; the DeepSpeed JSON owns ZeRO stage, buckets and overlap, and says "auto" where the recipe
+decides. DeepSpeed and torch are imported inside the functions that need them, so that planning stays quick.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretrain.batching import BatchPlan
+from pretrain.config import RecipeError, RunConfig, nearest
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from model.loss import LossSum
+    from model.transformer import Transformer
+    from pretrain.runtime import Ranks
+
+AUTO = "auto"
+
+# What the JSON may set, as DeepSpeed spells it. Left out on purpose: keys that take a number away from the recipe
+# (below), offloading (the memory plan does not count it), and what changes the mathematics behind the recipe's back.
+JSON_KEYS: frozenset[str] = frozenset(
+    {
+        "zero_optimization",
+        "communication_data_type",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "comms_logger",
+        "flops_profiler",
+        "log_level",
+        "timers",
+        "checkpoint",
+        "disable_python_gc",
+    }
+)
+ZERO_KEYS: frozenset[str] = frozenset(
+    {
+        "stage",
+        "contiguous_gradients",
+        "reduce_scatter",
+        "reduce_bucket_size",
+        "use_multi_rank_bucket_allreduce",
+        "allgather_partitions",
+        "allgather_bucket_size",
+        "overlap_comm",
+        "load_from_fp32_weights",
+        "round_robin_gradients",
+        "parameter_alignment",
+        "ignore_unused_parameters",
+        "log_trace_cache_warnings",
+        "enable_sanity_checks",
+        "sub_group_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+        "stage3_model_persistence_threshold",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "stage3_gather_16bit_weights_on_model_save",
+        "stage3_module_granularity_threshold",
+        "stage3_use_all_reduce_for_fetch_params",
+        "stage3_allgather_sequential",
+    }
+)
+
+# DeepSpeed's key → the recipe's key that owns the number. In the JSON each may only be "auto".
+RECIPE_OWNS: dict[str, str] = {
+    "train_batch_size": "batch.global_batch_size",
+    "train_micro_batch_size_per_gpu": "batch.micro_batch_size",
+    "gradient_accumulation_steps": "batch.global_batch_size and batch.micro_batch_size",
+    "gradient_clipping": "optimizer.gradient_clipping",
+    "optimizer": "optimizer",
+    "scheduler": "schedule",
+    "bf16": "precision.compute and precision.master",
+    "fp16": "precision.compute",
+    "torch_autocast": "precision.compute",
+    "data_types": "precision.accumulate",
+    "activation_checkpointing": "memory.activation_checkpointing",
+    "tensorboard": "logging.tensorboard",
+}
+
+
+def refusal(stage: int, compute: str, master: str, accumulate: str) -> str | None:
+    """Why DeepSpeed 0.19 cannot hold this combination, with what to change; None when it can.
+
+    Two are refusals of the engine itself; the third is worse: it trains, but with other masters than asked for.
+    """
+    if stage == 0 and master == "bf16":
+        return 'ZeRO-0 has no bf16 masters (stages 1, 2, 3 have): set precision.master = "fp32" or raise the stage'
+    if stage == 0 and compute == "bf16" and accumulate == "fp32":
+        return (
+            "ZeRO-0 cannot accumulate the gradients of a bf16 model in fp32 (DeepSpeed: unsupported mix): "
+            'set precision.accumulate = "bf16" or raise the stage'
+        )
+    if stage == 1 and master == "bf16" and accumulate == "fp32":
+        return (
+            "ZeRO-1 with fp32 accumulation silently keeps fp32 masters instead of bf16 ones: "
+            'set precision.accumulate = "bf16" or use stage 2 or 3'
+        )
+    return None
+
+
+def load_json(path: Path | str) -> dict[str, Any]:
+    """The DeepSpeed JSON as written. RecipeError: missing, not JSON, not an object, or a key given twice."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise RecipeError(f"{path}: key {twice!r} stands there twice: keep one")
+        return dict(pairs)
+
+    if not Path(path).is_file():
+        raise RecipeError(f"{path}: no such DeepSpeed JSON: set deepspeed.config to one of ds_configs/zero0..3.json")
+    try:
+        parsed = json.loads(Path(path).read_bytes(), object_pairs_hook=once)
+    except json.JSONDecodeError as error:
+        raise RecipeError(f"{path}: not valid JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: not UTF-8 at byte {error.start}: save it as UTF-8") from None
+    if not isinstance(parsed, dict):
+        raise RecipeError(f"{path}: must hold one JSON object, not a {type(parsed).__name__}")
+    return parsed
+
+
+def zero_stage(ds_json: Mapping[str, Any]) -> int:
+    """The ZeRO stage the JSON asks for, 0 to 3. RecipeError when it is absent or anything else."""
+    zero = ds_json.get("zero_optimization")
+    stage = zero.get("stage") if isinstance(zero, Mapping) else None
+    if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage <= 3:
+        raise RecipeError(
+            f"the DeepSpeed JSON must say the ZeRO stage: zero_optimization.stage = 0, 1, 2 or 3, not {stage!r}"
+        )
+    return stage
+
+
+def resolve(ds_json: dict[str, Any], config: RunConfig, world_size: int) -> dict[str, Any]:
+    """What `deepspeed.initialize` will be told: the JSON with every number of the recipe filled in, none left implicit.
+
+    Pure: neither argument is changed. RecipeError: unknown key (nearest named), a number two files own, a batch that
+    does not divide, or a combination of stage and precision that the engine refuses or silently changes. The optimizer
+    and the schedule are handed over as objects, so they have no section in the result.
+    """
+    _refuse_unknown_keys(ds_json)
+    stage = zero_stage(ds_json)
+    precision = config.precision
+    reason = refusal(stage, precision.compute, precision.master, precision.accumulate)
+    if reason is not None:
+        raise RecipeError(reason)
+    batch = BatchPlan.from_config(config, world_size)
+
+    resolved: dict[str, Any] = {key: _copy(value) for key, value in ds_json.items() if key not in RECIPE_OWNS}
+    resolved["train_batch_size"] = batch.global_batch_size
+    resolved["train_micro_batch_size_per_gpu"] = batch.micro_batch_size
+    resolved["gradient_accumulation_steps"] = batch.gradient_accumulation_steps
+    # Absent would mean 1.0, not "off".
+    resolved["gradient_clipping"] = config.optimizer.clipping_norm
+    bf16_masters = precision.master == "bf16"
+    resolved["bf16"] = {
+        "enabled": precision.compute == "bf16",
+        "bf16_master_weights_and_grads": bf16_masters,
+        # fp32 moments beside bf16 masters would need the offloaded CPU optimizer.
+        "bf16_optimizer_states": bf16_masters,
+    }
+    # Absent would mean the model's dtype.
+    resolved["data_types"] = {"grad_accum_dtype": precision.accumulate}
+    return resolved
+
+
+def _refuse_unknown_keys(ds_json: Mapping[str, Any]) -> None:
+    allowed = sorted(JSON_KEYS | RECIPE_OWNS.keys())
+    for key, value in ds_json.items():
+        if key not in allowed:
+            raise RecipeError(
+                f"DeepSpeed JSON: unknown or unsupported key {key}: did you mean {nearest(key, allowed)}?"
+            )
+        if key in RECIPE_OWNS and not _is_auto(value):
+            raise RecipeError(
+                f"DeepSpeed JSON: {key} = {json.dumps(value)} belongs to the recipe ({RECIPE_OWNS[key]}): "
+                f'write "auto" there or remove it'
+            )
+    zero = ds_json.get("zero_optimization")
+    if not isinstance(zero, Mapping):
+        return
+    stage = zero_stage(ds_json)
+    for key in zero:
+        if key not in ZERO_KEYS:
+            near = nearest(key, sorted(ZERO_KEYS))
+            raise RecipeError(
+                f"DeepSpeed JSON: unknown or unsupported key zero_optimization.{key}: did you mean {near}?"
+            )
+        if (key.startswith("stage3_") or key == "sub_group_size") and stage != 3:
+            raise RecipeError(f"DeepSpeed JSON: zero_optimization.{key} does nothing at stage {stage}: remove it")
+
+
+def _is_auto(value: object) -> bool:
+    """ "auto" itself, or a section whose every value is "auto"."""
+    if isinstance(value, Mapping):
+        return all(_is_auto(entry) for entry in value.values())
+    return value == AUTO
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_copy(entry) for entry in value]
+    return value
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """A process group over the ranks that the launcher's variables describe: NCCL on GPUs, gloo on CPUs."""
+    import deepspeed
+    import torch.distributed as dist
+
+    deepspeed.init_distributed(
+        dist_backend="nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class TrainingEngine:
+    """The DeepSpeed engine, reduced to what the loop asks of it. Every method is called on all ranks together."""
+
+    def __init__(
+        self, model: Transformer, config: RunConfig, resolved: Mapping[str, Any], ranks: Ranks, device: torch.device
+    ) -> None:
+        """`model` in fp32, equal on all ranks; DeepSpeed casts it to the compute dtype and takes its master copy."""
+        import deepspeed
+
+        from pretrain.optimizer import build_optimizer
+
+        self.model_config = model.config
+        self.ranks = ranks
+        self.device = device
+        self.zero_stage = zero_stage(resolved)
+        model.to(device)
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=build_optimizer(model, config.optimizer, config.schedule.peak_lr),
+            config=dict(resolved),
+            dist_init_required=False,
+        )
+
+    def forward(self, inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> LossSum:
+        """The loss sum (nats, fp32) and token count of one micro-batch, inputs and targets (micro_batch_size, seq_len)."""
+        import torch
+
+        inputs_bt = torch.from_numpy(inputs).to(self.device, non_blocking=True)
+        targets_bt = torch.from_numpy(targets).to(self.device, non_blocking=True)
+        loss: LossSum = self._engine(inputs_bt, targets_bt)
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss)
+
+    def step(self) -> None:
+        """End a micro-step; the last one of an accumulation clips the gradient and updates the weights."""
+        self._engine.step()
+
+    def set_learning_rate(self, lr: float) -> None:
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+
+    def gradient_norm(self) -> float:
+        """The norm of the last update's whole gradient, before clipping."""
+        return float(self._engine.get_global_grad_norm())
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates that DeepSpeed left out because a gradient overflowed."""
+        return int(self._engine.skipped_steps)
+
+    def sum_over_ranks(self, *values: Tensor | float) -> list[float]:
+        return self.ranks.sum(*values, device=self.device)
+
+    def save(self, folder: Path) -> None:
+        """Write DeepSpeed's own files of all ranks below `folder`."""
+        self._engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote, by as many ranks under the same ZeRO stage."""
+        loaded, _ = self._engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        if loaded is None:
+            raise RuntimeError(f"DeepSpeed loaded nothing from {folder}")
+
+    def gather_weights(self) -> dict[str, Tensor]:
+        """On the first rank, a copy of the whole model on the CPU in its compute dtype, tied weights once; else empty."""
+        import deepspeed
+
+        weights: dict[str, Tensor] = {}
+        for name, parameter in self._engine.module.named_parameters():
+            # Under ZeRO-3 a parameter is whole only inside this context; one at a time keeps memory flat.
+            with deepspeed.zero.GatheredParameters([parameter], enabled=self.zero_stage == 3):
+                if self.ranks.is_first:
+                    weights[name] = parameter.detach().to("cpu", copy=True).contiguous()
+        return weights

@@ -653,9 +653,7 @@ def verify_shard(shard: ShardInfo, eos_id: int, on_bytes: Callable[[int], None] 
         for block, expected in enumerate(crcs):
             raw = file.read(CRC_BLOCK_BYTES)
             if zlib.crc32(raw) != expected:
-                raise DataFormatError(
-                    f"{shard.bin_path}: token block {block} of {CRC_BLOCK_BYTES:,} bytes is damaged (CRC32 does not match)"
-                )
+                raise DataFormatError(f"{shard.bin_path}: token block {block} is damaged (its CRC32 does not match)")
             digest.update(raw)
             ids = np.frombuffer(raw, f"<u{shard.token_bytes}")
             first, last = np.searchsorted(ends, [position, position + len(ids)], side="right")

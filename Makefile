@@ -1,0 +1,42 @@
+# make setup | demo | test | check | bench | soak | clean
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint soak bench clean
+
+help: ## what each target does
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+
+setup: $(INSTALLED) ## make the virtualenv and install from the lock
+
+# The stamp is written last, so that an interrupted installation is done again.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, $(PYTHON) is %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED) ## raw text to an evaluated, sampled model, killed and resumed on the way
+	$(BIN)/python -m launch demo
+
+test: $(INSTALLED) ## the tests
+	$(BIN)/python -m pytest -m 'not soak'
+
+lint: $(INSTALLED) ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+check: lint test ## all that CI runs
+
+soak: $(INSTALLED) ## the long tests
+	$(BIN)/python -m pytest -m soak --timeout 3600
+
+bench: $(INSTALLED) ## the benchmarks, each a ratio against a named reference
+	for script in benchmarks/*.py; do $(BIN)/python $$script; done
+
+clean: ## remove the virtualenv and what the demo made
+	rm -rf $(VENV) runs/demo

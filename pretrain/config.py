@@ -2,8 +2,8 @@
 
 A recipe is a TOML file. Values come from, later ones winning: the defaults below, the model preset, the file,
 `--set a.b=VALUE`. An unknown key is an error that names its nearest neighbour, and validation never changes a value:
-what the file says is what runs, or the run does not start. Relative paths in a recipe count from the folder the command
-is run in, which is the project root.
+what the file says is what runs, or the run does not start. Relative paths in a recipe count from the project root,
+wherever the command is called from.
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ class MemoryTable(_Table):
 
 
 class EvaluationTable(_Table):
-    """Without `every_steps` a run is evaluated at its end only; without `max_tokens` on all held-out tokens."""
+    """Every so many steps, and at the end; without `max_tokens` on all held-out tokens."""
 
-    every_steps: Positive | None = None
+    every_steps: Positive
     max_tokens: Positive | None = None  # per source
 
 
@@ -175,7 +175,7 @@ class RunConfig(_Table):
     optimizer: OptimizerTable = OptimizerTable()
     precision: PrecisionTable = PrecisionTable()
     memory: MemoryTable = MemoryTable()
-    evaluation: EvaluationTable = EvaluationTable()
+    evaluation: EvaluationTable
     checkpoint: CheckpointTable
     logging: LoggingTable = LoggingTable()
     deepspeed: DeepSpeedTable = DeepSpeedTable()
@@ -195,6 +195,11 @@ class RunConfig(_Table):
                     f"{self.model.seq_len}: use {low} or {low + self.model.seq_len}"
                 )
         return self
+
+
+def from_root(path: Path | str) -> Path:
+    """Where a path written in a recipe points: relative ones count from the project root, absolute ones stay."""
+    return PROJECT_ROOT / path
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:

@@ -113,7 +113,7 @@ def refusal(stage: int, compute: str, master: str, accumulate: str) -> str | Non
     return None
 
 
-def load_json(path: Path | str) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """The DeepSpeed JSON as written. RecipeError: missing, not JSON, not an object, or a key given twice."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -123,10 +123,10 @@ def load_json(path: Path | str) -> dict[str, Any]:
             raise RecipeError(f"{path}: key {twice!r} stands there twice: keep one")
         return dict(pairs)
 
-    if not Path(path).is_file():
+    if not path.is_file():
         raise RecipeError(f"{path}: no such DeepSpeed JSON: set deepspeed.config to one of ds_configs/zero0..3.json")
     try:
-        parsed = json.loads(Path(path).read_bytes(), object_pairs_hook=once)
+        parsed = json.loads(path.read_bytes(), object_pairs_hook=once)
     except json.JSONDecodeError as error:
         raise RecipeError(f"{path}: not valid JSON: {error}") from None
     except UnicodeDecodeError as error:
@@ -266,6 +266,16 @@ class TrainingEngine:
         inputs_bt = torch.from_numpy(inputs).to(self.device, non_blocking=True)
         targets_bt = torch.from_numpy(targets).to(self.device, non_blocking=True)
         loss: LossSum = self._engine(inputs_bt, targets_bt)
+        return loss
+
+    def forward_only(self, inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> LossSum:
+        """`forward` for evaluation: no gradients, and DeepSpeed's counters of micro-steps stay as they are."""
+        import torch
+
+        with torch.no_grad():
+            loss: LossSum = self._engine.module(
+                torch.from_numpy(inputs).to(self.device), torch.from_numpy(targets).to(self.device)
+            )
         return loss
 
     def backward(self, loss: Tensor) -> None:

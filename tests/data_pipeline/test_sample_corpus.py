@@ -63,9 +63,7 @@ def test_no_text_comes_twice() -> None:
     assert len(set(texts)) == len(texts)
 
 
-@pytest.mark.parametrize(
-    "name, least, most", [("english", 0.0, 0.001), ("chinese", 0.6, 1.0), ("code", 0.0, 0.01)]
-)
+@pytest.mark.parametrize("name, least, most", [("english", 0.0, 0.001), ("chinese", 0.6, 1.0), ("code", 0.0, 0.01)])
 def test_languages_are_as_named(name: str, least: float, most: float) -> None:
     for document in documents(name):
         assert least <= len(CJK.findall(document["text"])) / len(document["text"]) <= most, document["title"]

@@ -134,6 +134,6 @@ def preset_named(name: object) -> ModelConfig:
 
 
 def nearest(word: str, known: Any) -> str:
-    """`; did you mean "x"?` for the known word closest to `word`, or nothing when none is close."""
+    """` (did you mean "x"?)` for the known word closest to `word`, or nothing when none is close."""
     matches = difflib.get_close_matches(word, list(known), n=1)
-    return f'; did you mean "{matches[0]}"?' if matches else ""
+    return f' (did you mean "{matches[0]}"?)' if matches else ""

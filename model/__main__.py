@@ -1,0 +1,161 @@
+"""python -m model: what a model costs, and whether it is what it claims to be."""
+
+import importlib.util
+import json
+import sys
+import tomllib
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from model import accounting
+from model.config import PRESETS, ModelConfig, ModelConfigError, from_table, nearest
+
+PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
+
+app = typer.Typer(
+    help="The architecture: what a model costs, and whether it is what it claims to be.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    epilog="\b\nExamples:\n  python -m model count 0.5b\n  python -m model verify mini",
+)
+
+Target = Annotated[
+    str, typer.Argument(metavar="PRESET|RECIPE", help=f"One of {', '.join(PRESETS)}, or a recipe's TOML file.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")]
+
+
+@app.command(
+    epilog="\b\nExamples:\n  python -m model count 0.5b\n  python -m model count pretrain/recipes/mini.toml --json"
+)
+def count(target: Target, as_json: AsJson = False) -> None:
+    """Parameters part by part, training FLOPs per token, KV cache, static memory: by arithmetic, nothing is built."""
+    config = load(target)
+    report = {
+        "config": config.to_dict(),
+        "parameters": accounting.parameter_count(config),
+        "parts": [asdict(part) for part in accounting.parameter_parts(config)],
+        "flops_per_token": _flops(config),
+        "kv_cache_bytes_per_token": accounting.kv_cache_bytes_per_token(config),
+        "kv_cache_bytes_per_token_multi_head": accounting.kv_cache_bytes_per_token(config, kv_heads=config.n_heads),
+        "static_memory_bytes": accounting.static_memory_bytes(config),
+        "static_memory_formula": accounting.STATIC_MEMORY_FORMULA,
+    }
+    print(json.dumps(report, indent=2) if as_json else _count_text(target, config))
+
+
+@app.command(epilog="\b\nExamples:\n  python -m model verify mini\n  python -m model verify 0.5b --json")
+def verify(
+    target: Target,
+    as_json: AsJson = False,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the random ids.")] = 0,
+) -> None:
+    """Build the model in fp32 on this CPU and run the five acceptance checks; exit 1 if one fails.
+
+    It needs 4 bytes a parameter and about 1 GB more: 3 GB for 0.5b.
+    """
+    config = load(target)
+    from model.verify import verify as run_checks
+
+    checks = []
+    for number, check in enumerate(run_checks(config, seed=seed), start=1):
+        checks.append(check)
+        if not as_json:
+            print(f"{number}. {check.name:<13} {'pass' if check.passed else 'FAIL'}  ({check.seconds:.1f} s)")
+            print(f"   expected  {check.expected}\n   formula   {check.formula}\n   measured  {check.measured}")
+            for cause in check.likely_causes:
+                print(f"   likely    {cause}")
+            sys.stdout.flush()
+    passed = sum(check.passed for check in checks)
+    if as_json:
+        print(json.dumps({"passed": passed == len(checks), "checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        print(f"{target}: {passed} of {len(checks)} checks passed in {sum(check.seconds for check in checks):.1f} s")
+    if passed < len(checks):
+        raise typer.Exit(1)
+
+
+def load(target: str) -> ModelConfig:
+    """The config of a preset's name or of a recipe's [model] table; nothing else in the recipe is read."""
+    if target in PRESETS:
+        return PRESETS[target]
+    path = Path(target)
+    if path.suffix != ".toml" and not path.exists():
+        raise ModelConfigError(
+            f'"{target}" is neither a preset nor a recipe file{nearest(target, PRESETS)}; presets: {", ".join(PRESETS)}'
+        )
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get("model")
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ModelConfigError(f"{path} is not valid TOML: {error}") from error
+    if not isinstance(table, dict):
+        raise ModelConfigError(f'{path} has no [model] table: add one, with preset = "mini" for instance')
+    try:
+        return from_table(table)
+    except ModelConfigError as error:
+        raise ModelConfigError(f"{path}: {error}") from error
+
+
+def _flops(config: ModelConfig) -> dict[str, Any]:
+    flops = accounting.flops_per_token(config)
+    return {**asdict(flops), "causal": flops.causal, "full": flops.full, "formula": accounting.FLOPS_FORMULA}
+
+
+def _count_text(target: str, config: ModelConfig) -> str:
+    flops = accounting.flops_per_token(config)
+    cache = accounting.kv_cache_bytes_per_token(config)
+    multi_head = accounting.kv_cache_bytes_per_token(config, kv_heads=config.n_heads)
+    memory = accounting.static_memory_bytes(config)
+    lines = [f"{target}: {accounting.parameter_count(config):,} parameters", ""]
+    lines += [
+        f"  {part.name:<34} {part.parameters:>15,}   {100 * part.share:5.1f} % of the {part.share_of}"
+        for part in accounting.parameter_parts(config)
+    ]
+    lines += [
+        "",
+        f"Training FLOPs per token at seq_len {config.seq_len}, causal attention: {flops.causal:,}"
+        f" (matrices {flops.matrices:,} + attention {flops.attention_causal:,});",
+        f"  with full attention {flops.full:,} (attention {flops.attention_full:,})",
+        f"  {accounting.FLOPS_FORMULA}",
+        f"KV cache, bf16: {cache:,} B per token, {cache * config.seq_len / 1e6:.1f} MB per {config.seq_len} tokens"
+        f" (multi-head {multi_head:,} B, {multi_head * config.seq_len / 1e6:.1f} MB: {multi_head / cache:.1f} ×)",
+        f"Static training memory: {sum(memory.values()) / 1e9:.2f} GB = "
+        + " + ".join(f"{name} {size / 1e9:.2f}" for name, size in memory.items()),
+        f"  {accounting.STATIC_MEMORY_FORMULA}",
+    ]
+    return "\n".join(lines)
+
+
+def _refuse_impostors() -> None:
+    """Names like `model` exist on package indexes: every sibling must come from this root."""
+    root = Path(__file__).resolve().parents[1]
+    for name in PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            continue
+        places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or [])
+        for place in places:
+            if not Path(place).resolve().is_relative_to(root):
+                print(f"error: package {name} comes from {place}, not from {root}: uninstall it there", file=sys.stderr)
+                raise SystemExit(2)
+
+
+def main() -> None:
+    """The command line; bad input ends in one line on stderr and exit code 2."""
+    _refuse_impostors()
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    try:
+        app(prog_name="python -m model")
+    except (ModelConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+if __name__ == "__main__":
+    main()

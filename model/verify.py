@@ -1,0 +1,208 @@
+"""The acceptance checks of a freshly initialised model. They run on a CPU in seconds and need no data.
+
+Each check says what it expected and by which formula, what it measured, and, when it fails, the likely causes.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from model.accounting import FP32_BYTES, kv_cache_bytes_per_token, parameter_count
+from model.attention import KVCache
+from model.config import PRESETS, ModelConfig
+from model.transformer import Transformer
+
+PUBLISHED_PARAMETERS = {"0.5b": 502_193_664, "mini": 35_926_528}
+
+LOSS_TOLERANCE = 0.15
+LOSS_TOKENS = 1024
+PAST_TOLERANCE = 1e-5
+LATER_CHANGE = 1e-3
+CACHE_TOLERANCE = 1e-4
+
+CAUSES = {
+    "head's weight too many": "embedding and output are not tied",
+    "a surplus": "a bias in some linear layer",
+    "a deficit": "a layer is missing or too narrow",
+    "attention fails": "query and key/value heads swapped, or key/value heads not expanded to the query heads",
+    "loss too low": "targets not shifted: the model is asked to predict its own input",
+    "loss too high": "initial standard deviation too large, or norm statistics not in fp32",
+    "the past changes": "the causal mask is missing or off by one",
+    "later tokens do not change": "attention does not look back, or its output is lost",
+    "cache differs": "a prefill with a cache is not causal, positions restart in each chunk, or the cache is misplaced",
+    "cache too large": "key/value heads are stored once for every query head",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """The outcome of one check; `likely_causes` is empty when it passed."""
+
+    name: str
+    passed: bool
+    expected: str
+    formula: str
+    measured: str
+    likely_causes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+def verify(
+    config: ModelConfig, *, seed: int = 0, build: Callable[[ModelConfig, torch.Generator], Transformer] = Transformer
+) -> Iterator[Check]:
+    """Build the model in fp32 on the CPU and yield the five checks, each as soon as it is done."""
+    started = time.perf_counter()
+    generator = torch.Generator().manual_seed(seed)
+    model = build(config, generator).eval()
+    for check in (check_parameters, check_shapes, _check_loss_on_random_targets, check_causality, check_cache):
+        with torch.no_grad():
+            outcome = check(model, generator)
+        now = time.perf_counter()
+        yield replace(outcome, seconds=now - started)
+        started = now
+
+
+def check_parameters(model: Transformer, generator: torch.Generator | None = None) -> Check:
+    """Arithmetic, the built module and, for a preset, the published table all give one number."""
+    config = model.config
+    by_arithmetic = parameter_count(config)
+    published = {PUBLISHED_PARAMETERS[name] for name, preset in PRESETS.items() if preset == config}
+    built = sum(parameter.numel() for parameter in model.parameters())
+    surplus = built - by_arithmetic
+    causes = []
+    if surplus == config.vocab_size * config.d_model:
+        causes.append("head's weight too many")
+    elif surplus:
+        causes.append("a surplus" if surplus > 0 else "a deficit")
+    return Check(
+        "parameters",
+        passed=not surplus and published <= {by_arithmetic},
+        expected=f"{by_arithmetic:,}" + "".join(f", published {count:,}" for count in published),
+        formula="embedding + n_layers · (attention + feed-forward + two norms) + last norm [+ output if untied]",
+        measured=f"{built:,} in the built module" + (f" ({surplus:+,})" if surplus else ""),
+        likely_causes=_causes(causes),
+    )
+
+
+def check_shapes(model: Transformer, generator: torch.Generator) -> Check:
+    """(2, 128) ids in, (2, 128, vocab_size) logits out."""
+    tokens = min(128, model.config.seq_len)
+    expected = (2, tokens, model.config.vocab_size)
+    try:
+        measured = str(tuple(model(_random_ids(model.config, (2, tokens), generator)).shape))
+    except RuntimeError as error:
+        measured = f"the forward pass failed: {str(error).splitlines()[0]}"
+    passed = measured == str(expected)
+    return Check(
+        "shapes",
+        passed=passed,
+        expected=str(expected),
+        formula="(batch, tokens, vocab_size)",
+        measured=measured,
+        likely_causes=_causes([] if passed else ["attention fails"]),
+    )
+
+
+def check_initial_loss(model: Transformer, ids_bt: Tensor, targets_bt: Tensor) -> Check:
+    """The mean loss before training is that of a model that knows nothing, within 0.15.
+
+    The last norm makes each hidden dimension unit-variance, so logits have variance init_std² · d_model, and the
+    expected log of a sum of exponentials of normals adds half of that to ln(vocab_size).
+    """
+    config = model.config
+    extra = config.init_std**2 * config.d_model / 2
+    expected = math.log(config.vocab_size) + extra
+    loss_sum, token_count = model(ids_bt, targets_bt)
+    measured = float(loss_sum / token_count)
+    passed = abs(measured - expected) <= LOSS_TOLERANCE
+    return Check(
+        "initial loss",
+        passed=passed,
+        expected=f"{expected:.4f} ± {LOSS_TOLERANCE}",
+        formula=f"ln({config.vocab_size}) + init_std² · d_model / 2 = {math.log(config.vocab_size):.4f} + {extra:.4f}",
+        measured=f"{measured:.4f} ({measured - expected:+.4f}) over {int(token_count):,} tokens",
+        likely_causes=_causes([] if passed else ["loss too low" if measured < expected else "loss too high"]),
+    )
+
+
+def check_causality(model: Transformer, generator: torch.Generator) -> Check:
+    """Changing every token after t leaves outputs 0..t; changing token t + 1 alone moves every output from it on.
+
+    The second half guards the first, which a model that ignores its context passes too.
+    """
+    tokens = min(64, model.config.seq_len)
+    t = tokens // 2 - 1
+    ids_t = _random_ids(model.config, (tokens,), generator)
+    other_t = (ids_t + 1) % model.config.vocab_size
+    all_later_t, one_later_t = ids_t.clone(), ids_t.clone()
+    all_later_t[t + 1 :], one_later_t[t + 1] = other_t[t + 1 :], other_t[t + 1]
+    base_tv, all_tv, one_tv = model(torch.stack((ids_t, all_later_t, one_later_t)))
+    past = float((all_tv - base_tv)[: t + 1].abs().max())
+    later = float((one_tv - base_tv)[t + 1 :].abs().amax(dim=-1).min())
+    causes = []
+    if not past <= PAST_TOLERANCE:
+        causes.append("the past changes")
+    if not later > LATER_CHANGE:
+        causes.append("later tokens do not change")
+    return Check(
+        "causality",
+        passed=not causes,
+        expected=f"outputs 0..{t} within {PAST_TOLERANCE:g}, each later output changed by more than {LATER_CHANGE:g}",
+        formula=f"max |Δ logits| when all tokens after {t} change; min over outputs after {t} when token {t + 1} does",
+        measured=f"past {past:.2e}, later {later:.2e}",
+        likely_causes=_causes(causes),
+    )
+
+
+def check_cache(model: Transformer, generator: torch.Generator) -> Check:
+    """Logits with a cache equal the full pass, the prompt read in one chunk or several; it holds kv heads only."""
+    config = model.config
+    tokens = min(20, config.seq_len)
+    prompt = tokens - tokens // 5
+    ids_bt = _random_ids(config, (2, tokens), generator)
+    full_btv = model(ids_bt)
+    worst, measured_bytes = 0.0, 0
+    for chunks in ([prompt], [prompt // 3, 1, prompt - prompt // 3 - 1]):
+        cache = KVCache(config, batch_size=2, max_tokens=tokens)
+        logits_btv = _read_in_chunks(model, ids_bt, [*chunks, *[1] * (tokens - prompt)], cache)
+        worst = max(worst, float((logits_btv - full_btv).abs().max()))
+        measured_bytes = cache.nbytes
+    expected_bytes = kv_cache_bytes_per_token(config, FP32_BYTES) * tokens * 2
+    causes = []
+    if not worst <= CACHE_TOLERANCE:
+        causes.append("cache differs")
+    if measured_bytes != expected_bytes:
+        causes.append("cache too large")
+    return Check(
+        "cache",
+        passed=not causes,
+        expected=f"logits of the full pass within {CACHE_TOLERANCE:g}; {expected_bytes:,} bytes",
+        formula=f"max |Δ logits|, {prompt} of {tokens} tokens in 1 and in 3 chunks, the rest one by one;"
+        " 2 · n_layers · n_kv_heads · head_dim · 4 B (fp32) · tokens · sequences",
+        measured=f"{worst:.2e}; {measured_bytes:,} bytes",
+        likely_causes=_causes(causes),
+    )
+
+
+def _check_loss_on_random_targets(model: Transformer, generator: torch.Generator) -> Check:
+    tokens = min(256, model.config.seq_len)
+    shape = (math.ceil(LOSS_TOKENS / tokens), tokens)
+    return check_initial_loss(
+        model, _random_ids(model.config, shape, generator), _random_ids(model.config, shape, generator)
+    )
+
+
+def _read_in_chunks(model: Transformer, ids_bt: Tensor, chunks: Sequence[int], cache: KVCache) -> Tensor:
+    return torch.cat([model(chunk_bt, cache=cache) for chunk_bt in torch.split(ids_bt, list(chunks), dim=1)], dim=1)
+
+
+def _random_ids(config: ModelConfig, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randint(config.vocab_size, shape, generator=generator)
+
+
+def _causes(symptoms: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{symptom}: {CAUSES[symptom]}" for symptom in symptoms)

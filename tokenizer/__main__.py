@@ -1,0 +1,401 @@
+"""Command line of the tokenizer: train, encode, decode, report."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokenizer.codec import Codec, TokenizerError
+from tokenizer.report import SourceReport, report, total
+from tokenizer.sample import Weighted, check_weight
+from tokenizer.train import DEFAULT_SAMPLE_BYTES, train
+
+app = typer.Typer(
+    name="python -m tokenizer",
+    help="Text to token ids and back: train, judge and use a SentencePiece tokenizer.",
+    epilog="\b\nExamples:\n"
+    "  python -m tokenizer train --input books/ --vocab-size 32000 --out tokenizers/books\n"
+    "  python -m tokenizer report tokenizers/books --input held-out/",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+TextField = Annotated[str, typer.Option(help="Name of the text field in jsonl and parquet.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A tokenizer folder.")]
+InputFile = Annotated[Path | None, typer.Option("--file", help="Read from this file; - is standard input.")]
+
+
+@app.command("train")
+def train_command(
+    inputs: Annotated[
+        list[str],
+        typer.Option("--input", metavar="PATH[=WEIGHT]", help="File, folder or pattern; =2: counts double."),
+    ],
+    vocab_size: Annotated[int, typer.Option(help="Pieces in the vocabulary, the 260 fixed ones included.")],
+    out: Annotated[Path, typer.Option(help="Folder to make.")],
+    sample_bytes: Annotated[
+        int, typer.Option(help="Train on a random sample of at most this much text; memory is about 16 times as much.")
+    ] = DEFAULT_SAMPLE_BYTES,
+    seed: Annotated[int, typer.Option(help="Chooses the sample.")] = 0,
+    character_coverage: Annotated[
+        float | None,
+        typer.Option(help="Share of characters with a piece, 0.98 to 1. [default: fits the vocabulary]"),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Changes the time only. [default: all]")] = None,
+    text_field: TextField = "text",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tokenizer that stands at --out.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a tokenizer from txt, jsonl (plain, .gz, .zst) and parquet files.
+
+    \b
+    Examples:
+      python -m tokenizer train --input books/ --vocab-size 32000 --out tokenizers/books
+      python -m tokenizer train --input en.jsonl.zst --input zh.jsonl.zst=2 --vocab-size 4096 --out tokenizers/mixed
+    """
+    # SentencePiece runs for minutes and looks at no signal. Nothing is on disk meanwhile: let Ctrl-C simply end us.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sources = [_parse_weighted(value) for value in inputs]
+    provenance: dict[str, object] = {}
+
+    def texts() -> Iterator[Weighted]:
+        with _progress("reading", sources) as on_bytes:
+            for source in sources:
+                for text in source.texts(text_field, on_bytes):
+                    yield Weighted(text, source.weight)
+        dropped = sum((source.dropped for source in sources), Counter[str]())
+        if dropped and not any(source.documents for source in sources):
+            raise TokenizerError(f"no text to train on: everything was dropped ({_reasons(dropped)}); check --input")
+        provenance["inputs"] = [source.provenance() for source in sources]
+        sampled_megabytes = min(sample_bytes, sum(source.text_bytes for source in sources)) / 1e6
+        if sampled_megabytes > 20:
+            print(f"training on {sampled_megabytes:.0f} MB: may take minutes, without a sign", file=sys.stderr)
+
+    result = train(
+        texts(),
+        out,
+        vocab_size=vocab_size,
+        sample_bytes=sample_bytes,
+        seed=seed,
+        character_coverage=character_coverage,
+        threads=threads,
+        overwrite=overwrite,
+        provenance=provenance,
+    )
+    if as_json:
+        print(json.dumps({**vars(result), "folder": str(result.folder), **provenance}, ensure_ascii=False))
+        return
+    print(
+        f"{out}: {result.vocab_size} pieces, fingerprint {result.fingerprint[:12]}\n"
+        f"  read      {result.documents} documents, {result.text_bytes / 1e6:.2f} MB, in {result.read_seconds:.1f} s\n"
+        f"  sampled   {result.sampled_bytes / 1e6:.2f} MB, trained in {result.train_seconds:.1f} s\n"
+        f"  alphabet  {result.alphabet} characters, {result.character_coverage:.2%} of the text; bytes spell others\n"
+        f"  cuts      {result.cuts} in long documents, {result.cuts_inside_words} of them inside a word; "
+        f"U+2585 cut out {result.reserved_characters} times"
+    )
+    _print_dropped(sources)
+
+
+@app.command()
+def encode(
+    folder: Folder,
+    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="The text itself.")] = None,
+    file: InputFile = None,
+    bos: Annotated[bool, typer.Option("--bos", help="Put the begin id first.")] = False,
+    eos: Annotated[bool, typer.Option("--eos", help="Put the end id last.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print the ids of a text, in one line.
+
+    \b
+    Examples:
+      python -m tokenizer encode tokenizers/books "It was a dark night"
+      python -m tokenizer encode tokenizers/books --file chapter.txt --eos --json
+    """
+    if (text is None) == (file is None):
+        raise TokenizerError("give either TEXT or --file, not both")
+    codec = Codec.load(folder)
+    ids = codec.encode(_read_text(file) if text is None and file is not None else text or "", bos=bos, eos=eos)
+    if as_json:
+        print(json.dumps({"ids": ids, "pieces": [codec.piece(token_id) for token_id in ids]}, ensure_ascii=False))
+    else:
+        print(*ids)
+
+
+@app.command()
+def decode(
+    folder: Folder,
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[IDS]...", help="Ids, separated by spaces.")] = None,
+    file: InputFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the text of ids, byte for byte: no line break is added, except on a terminal.
+
+    \b
+    Examples:
+      python -m tokenizer decode tokenizers/books 412 97 2003
+      python -m tokenizer encode tokenizers/books --file a.txt > a.ids
+      python -m tokenizer decode tokenizers/books --file a.ids | cmp - a.txt
+    """
+    if (not ids) == (file is None):
+        raise TokenizerError("give either IDS or --file, not both")
+    codec = Codec.load(folder)
+    words = (" ".join(ids) if ids else _read_text(file) if file is not None else "").split()
+    wrong = next((word for word in words if not word.isdecimal()), None)
+    if wrong is not None:
+        raise TokenizerError(
+            f"{wrong[:40]!r} is not an id; give numbers from 0 to {codec.vocab_size - 1}, separated by spaces"
+        )
+    text = codec.decode([int(word) for word in words])
+    if as_json:
+        print(json.dumps({"text": text}, ensure_ascii=False))
+        return
+    sys.stdout.buffer.write(text.encode("utf-8") + (b"\n" if sys.stdout.isatty() else b""))
+
+
+@app.command("report")
+def report_command(
+    folder: Folder,
+    inputs: Annotated[
+        list[str], typer.Option("--input", metavar="[NAME=]PATH", help="A source; the same NAME joins paths.")
+    ],
+    text_field: TextField = "text",
+    as_json: AsJson = False,
+) -> None:
+    """Print how well a tokenizer fits texts: bytes per token, byte fallback, vocabulary used, texts changed.
+
+    \b
+    Examples:
+      python -m tokenizer report tokenizers/mixed --input english=en.jsonl.zst --input chinese=zh.jsonl.zst
+      python -m tokenizer report tokenizers/mixed --input held-out/ --json
+    """
+    codec = Codec.load(folder)
+    sources = _parse_named(inputs)
+    with _progress("encoding", sources) as on_bytes:
+        reports = [report(codec, source.name, source.texts(text_field, on_bytes)) for source in sources]
+    whole = total(reports)
+    if not whole.documents:
+        raise TokenizerError("no text to report on; check --input")
+    if as_json:
+        pairs = zip(reports, sources, strict=True)
+        figures = [one.figures() | {"dropped": dict(source.dropped)} for one, source in pairs]
+        document = {"fingerprint": codec.fingerprint, "sources": figures, "all": whole.figures()}
+        print(json.dumps(document, ensure_ascii=False))
+        return
+    _print_table([*reports, whole] if len(reports) > 1 else reports)
+    if whole.space_mark_documents:
+        print(f"U+2581 stands in {whole.space_mark_documents} documents and comes back as a space")
+    _print_dropped(sources)
+
+
+@dataclass
+class _Source:
+    """One input and what came out of it."""
+
+    name: str
+    files: list[Path]
+    weight: float = 1.0
+    documents: int = 0
+    text_bytes: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    first_dropped: dict[str, str] = field(default_factory=dict)
+
+    def texts(self, text_field: str, on_bytes: Callable[[int], None]) -> Iterator[str]:
+        """The texts of all files; drops are counted by reason, and the first place of each reason is kept."""
+        from data_pipeline.corpus import Dropped, plan_units, read_piece
+
+        pieces = (piece for unit in plan_units(self.files, unit_bytes=2**62) for piece in unit)
+        for item in (item for piece in pieces for item in read_piece(piece, text_field, on_bytes)):
+            if isinstance(item, Dropped):
+                self.dropped[item.reason] += 1
+                self.first_dropped.setdefault(item.reason, f"{item.path}:{item.position} {item.detail}".rstrip())
+                continue
+            self.documents += 1
+            self.text_bytes += len(item.text.encode("utf-8"))
+            yield item.text
+
+    def provenance(self) -> dict[str, object]:
+        """What the tokenizer's description keeps of this input: its name without the place on this machine, and
+        counts.
+        """
+        return {
+            "name": Path(self.name).name,
+            "weight": self.weight,
+            "documents": self.documents,
+            "text_bytes": self.text_bytes,
+            "dropped": dict(sorted(self.dropped.items())),
+        }
+
+
+def _parse_weighted(value: str) -> _Source:
+    """PATH[=WEIGHT]; a path that exists as written is a path."""
+    from data_pipeline.corpus import find_files
+
+    path, mark, weight = value.rpartition("=")
+    if not mark or Path(value).exists():
+        return _Source(value, find_files(value).files)
+    try:
+        number = float(weight)
+    except ValueError:
+        raise TokenizerError(f"--input {value}: {weight!r} is not a weight; write PATH or PATH=NUMBER") from None
+    check_weight(number)
+    return _Source(path, find_files(path).files, number)
+
+
+def _parse_named(values: list[str]) -> list[_Source]:
+    """[NAME=]PATH; a path that exists as written is a path, and its own name."""
+    from data_pipeline.corpus import find_files
+
+    paths: dict[str, list[str]] = {}
+    for value in values:
+        name, mark, path = value.partition("=")
+        if not mark or Path(value).exists():
+            name = path = value
+        paths.setdefault(name, []).append(path)
+    return [_Source(name, find_files(of_name).files) for name, of_name in paths.items()]
+
+
+def _print_dropped(sources: list[_Source]) -> None:
+    for source in sources:
+        if source.dropped:
+            print(f"{source.name}: dropped {source.dropped.total()} documents: {_reasons(source.dropped)}")
+            for reason, place in source.first_dropped.items():
+                print(f"  first {reason}: {place}")
+
+
+def _reasons(dropped: Counter[str]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
+
+
+def _print_table(reports: list[SourceReport]) -> None:
+    head = [
+        "source",
+        "documents",
+        "MB",
+        "bytes/token",
+        "tokens/word",
+        "tokens/char",
+        "byte fallback",
+        "vocabulary used",
+        "changed",
+    ]
+    rows = [head]
+    for one in reports:
+        figures = one.figures()
+        rows.append(
+            [
+                one.name,
+                str(one.documents),
+                f"{one.text_bytes / 1e6:.2f}",
+                *(
+                    _number(figures[key], ".3f")
+                    for key in ("bytes_per_token", "tokens_per_word", "tokens_per_character")
+                ),
+                *(_number(figures[key], ".2%") for key in ("byte_fallback_rate", "vocabulary_used")),
+                str(one.round_trip_failures),
+            ]
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        print("  ".join([row[0].ljust(widths[0]), *cells]))
+
+
+def _number(value: object, form: str) -> str:
+    return format(value, form) if isinstance(value, float) else "-"
+
+
+def _read_text(file: Path) -> str:
+    raw = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{file}: not UTF-8 at byte {error.start}; convert it first") from error
+
+
+@contextmanager
+def _progress(what: str, sources: list[_Source]) -> Iterator[Callable[[int], None]]:
+    """Give a function that hears how many bytes were read: a bar on a terminal, else a line every ten seconds."""
+    total_bytes = sum(file.stat().st_size for source in sources for file in source.files)
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task(what, total=total_bytes)
+            yield lambda count: bar.advance(task, count)
+        return
+
+    started_at = said_at = time.monotonic()
+    done_bytes = 0
+
+    def hear(count: int) -> None:
+        nonlocal done_bytes, said_at
+        done_bytes += count
+        now = time.monotonic()
+        if now - said_at >= 10:
+            said_at, rate = now, done_bytes / (now - started_at)
+            left_seconds = (total_bytes - done_bytes) / max(rate, 1)
+            print(
+                f"{what}: {done_bytes / 1e6:.0f} of {total_bytes / 1e6:.0f} MB of files, "
+                f"{rate / 1e6:.1f} MB/s, {left_seconds:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    yield hear
+
+
+def _refuse_impostors() -> None:
+    """Names like `tokenizer` exist on PyPI: what would be imported under our names must lie beside this package."""
+    root = Path(__file__).resolve().parents[1]
+    for package in ("tokenizer", "data_pipeline"):
+        spec = importlib.util.find_spec(package)
+        origin = Path(spec.origin).resolve() if spec and spec.origin else None
+        if origin is None or not origin.is_relative_to(root):
+            where = origin or "nowhere"
+            print(f"error: package {package} would come from {where}, not from {root}; run from there", file=sys.stderr)
+            raise SystemExit(2)
+
+
+def main() -> None:
+    """Run a verb; every error that a user can cause is one line on stderr and exit code 2."""
+    _refuse_impostors()
+    from data_pipeline.corpus import CorpusError
+
+    try:
+        app(sys.argv[1:] or ["--help"], standalone_mode=False)
+    except (TokenizerError, CorpusError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # what usage errors have; typer gives them no public name
+            raise
+        print(f"error: {error.format_message()} See --help.", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

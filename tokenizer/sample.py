@@ -1,0 +1,127 @@
+"""A bounded, seeded sample of a stream of texts: what a tokenizer is trained on.
+
+Texts come in pieces of at most `MAX_CHARACTERS`, cut where no token would grow across, so that one huge document
+neither fills the sample nor falls to the trainer's length limit. Each piece draws a random key; the sample is the
+pieces with the smallest keys that fit the budget, which is a uniform sample of a stream of unknown length in one
+pass. When everything fits, everything is used.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tokenizer.codec import TokenizerError
+
+MAX_CHARACTERS = 16_384
+MIN_SAMPLE_BYTES = 100_000
+MAX_WEIGHT = 1_000.0
+
+# SentencePiece marks unknown characters with U+2585 while it trains and skips every sentence that contains one.
+# Cutting the character out keeps the rest of the document; byte fallback encodes it later like any other rare
+# character.
+TRAINER_RESERVED = "\u2585"
+
+
+class Weighted(NamedTuple):
+    """A text that counts `weight` times: 2 twice, 0.5 in half of the cases at random, 1 like the bare text."""
+
+    text: str
+    weight: float
+
+
+def check_weight(weight: float) -> None:
+    """Raise TokenizerError for a weight that is no sensible number of times to count a text."""
+    if not 0 < weight <= MAX_WEIGHT:
+        raise TokenizerError(f"weight {weight:g} must be above 0 and at most {MAX_WEIGHT:g}")
+
+
+class _Piece(NamedTuple):
+    key: float  # negated: heapq pops the smallest, we evict the largest
+    place: int
+    content: bytes
+
+
+class Sample:
+    """Texts go in with `add`; `pieces` gives the sample in the order of the stream.
+
+    Memory: `max_bytes` of UTF-8 and about 200 bytes per piece.
+    """
+
+    def __init__(self, *, max_bytes: int, seed: int) -> None:
+        if max_bytes < MIN_SAMPLE_BYTES:
+            raise TokenizerError(f"sample of {max_bytes} bytes is too small; give at least {MIN_SAMPLE_BYTES}")
+        self.max_bytes = max_bytes
+        self.documents = 0
+        self.text_bytes = 0
+        self.sampled_bytes = 0
+        self.cuts = 0
+        self.cuts_inside_words = 0
+        self.reserved_characters = 0
+        self._random = random.Random(seed)
+        self._heap: list[_Piece] = []
+        self._places = 0
+        self._limit = 1.0
+
+    def add(self, text: str, weight: float = 1.0) -> None:
+        """Offer one document. Raises UnicodeEncodeError for a lone surrogate, before anything of it is counted."""
+        check_weight(weight)
+        self.text_bytes += len(text.encode("utf-8"))
+        self.documents += 1
+        whole, fraction = divmod(weight, 1.0)
+        copies = int(whole) + (self._random.random() < fraction)
+        self.reserved_characters += text.count(TRAINER_RESERVED)
+        for part in text.split(TRAINER_RESERVED):
+            for piece in self._cut(part):
+                content = piece.encode("utf-8")
+                for _ in range(copies):
+                    self._offer(content)
+
+    def pieces(self) -> Iterator[bytes]:
+        """The sample as UTF-8, in the order in which it was added."""
+        for piece in sorted(self._heap, key=lambda piece: piece.place):
+            yield piece.content
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def _cut(self, text: str) -> Iterator[str]:
+        start = 0
+        while len(text) - start > MAX_CHARACTERS:
+            end = _last_boundary(text, start + MAX_CHARACTERS // 2, start + MAX_CHARACTERS)
+            self.cuts += 1
+            if end is None:
+                self.cuts_inside_words += 1
+                end = start + MAX_CHARACTERS
+            yield text[start:end]
+            start = end
+        if start < len(text):
+            yield text[start:]
+
+    def _offer(self, content: bytes) -> None:
+        key = self._random.random()
+        self._places += 1
+        if key >= self._limit:
+            return
+        heapq.heappush(self._heap, _Piece(-key, self._places, content))
+        self.sampled_bytes += len(content)
+        while self.sampled_bytes > self.max_bytes:
+            evicted = heapq.heappop(self._heap)
+            self._limit = -evicted.key
+            self.sampled_bytes -= len(evicted.content)
+
+
+def _last_boundary(text: str, start: int, end: int) -> int | None:
+    """Where to cut within [start, end): before the last line break, else before the last space. Runs of either stay
+    whole: a piece of the vocabulary may begin with several line breaks or spaces, and none ends inside such a run and
+    goes on behind it.
+    """
+    for mark in ("\n", " "):
+        place = text.rfind(mark, start, end)
+        while place > start and text[place - 1] == mark:
+            place -= 1
+        if place > start:
+            return place
+    return None

@@ -42,6 +42,7 @@ import re
 import struct
 import threading
 import zlib
+from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -205,11 +206,11 @@ def file_sha256(path: Path, on_bytes: Callable[[int], None] | None = None) -> st
 
 
 def render_manifest(content: dict[str, Any]) -> bytes:
-    """The only bytes this content has as a manifest: sorted, indented, closed by a SHA-256 of the rest."""
+    """The only bytes this content has as a manifest: sorted, indented, with a SHA-256 of all other fields."""
     options = orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-    rest = {key: value for key, value in content.items() if key != "zz_sha256"}
+    rest = {key: value for key, value in content.items() if key != "self_sha256"}
     digest = hashlib.sha256(orjson.dumps(rest, option=options)).hexdigest()
-    return orjson.dumps({**rest, "zz_sha256": digest}, option=options)
+    return orjson.dumps({**rest, "self_sha256": digest}, option=options)
 
 
 def read_manifest(path: Path, form: str) -> tuple[dict[str, Any], str]:
@@ -285,11 +286,11 @@ class ShardWriter:
         self._vocab_size, self._eos_id, self._fingerprint = vocab_size, eos_id, fingerprint
         self._width = token_width(vocab_size)
         self._bin, self._idx = (temporary_name(folder / f"{stem}.{kind}") for kind in ("bin", "idx"))
-        self._pending: list[npt.NDArray[Any]] = []
-        self._pending_tokens = 0
-        self._ends: list[int] = []
+        self._block = np.empty(CRC_BLOCK_BYTES // self._width, f"<u{self._width}")
+        self._filled = 0
+        self._ends = array("Q")
         self._crcs: list[int] = []
-        self.tokens, self.text_bytes, self._largest = 0, 0, 0
+        self.tokens, self.text_bytes, self._largest = 0, 0, eos_id
         self._file = self._bin.open("wb")
         self._file.write(bytes(HEADER_BYTES))
 
@@ -298,39 +299,42 @@ class ShardWriter:
 
         DataFormatError when an id is outside the vocabulary or is EOS.
         """
-        array = np.asarray(ids)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise DataFormatError(f"ids must be one row of integers, not {array.dtype} of shape {array.shape}")
-        if array.size:
-            low, high = int(array.min()), int(array.max())
+        row = np.asarray(ids)
+        if row.ndim != 1 or (row.size and row.dtype.kind not in "iu"):
+            raise DataFormatError(f"ids must be one row of integers, not {row.dtype} of shape {row.shape}")
+        if row.size:
+            low, high = int(row.min()), int(row.max())
             if low < 0 or high >= self._vocab_size:
                 raise DataFormatError(f"id {low if low < 0 else high} is outside a vocabulary of {self._vocab_size}")
-            if (array == self._eos_id).any():
+            if (row == self._eos_id).any():
                 raise DataFormatError(f"a document holds the EOS id {self._eos_id}; only its end may")
             self._largest = max(self._largest, high)
-        self._largest = max(self._largest, self._eos_id)
-        dtype = np.dtype(f"<u{self._width}")
-        self._pending += [array.astype(dtype), np.array([self._eos_id], dtype)]
-        self._pending_tokens += array.size + 1
-        self.tokens += array.size + 1
+        self._append(row)
+        self._append(np.array([self._eos_id]))
         self.text_bytes += text_bytes
         self._ends.append(self.tokens)
-        if self._pending_tokens * self._width >= CRC_BLOCK_BYTES:
-            self._flush(whole_blocks_only=True)
 
-    def _flush(self, *, whole_blocks_only: bool) -> None:
-        data = np.concatenate(self._pending) if self._pending else np.empty(0, f"<u{self._width}")
-        block = CRC_BLOCK_BYTES // self._width
-        stop = len(data) - len(data) % block if whole_blocks_only else len(data)
-        for start in range(0, stop, block):
-            raw = data[start : min(start + block, stop)].tobytes()
-            self._crcs.append(zlib.crc32(raw))
-            self._file.write(raw)
-        self._pending, self._pending_tokens = [data[stop:]], len(data) - stop
+    def _append(self, ids: npt.NDArray[Any]) -> None:
+        position = 0
+        while position < len(ids):
+            count = min(len(ids) - position, len(self._block) - self._filled)
+            self._block[self._filled : self._filled + count] = ids[position : position + count]
+            self._filled += count
+            position += count
+            if self._filled == len(self._block):
+                self._flush()
+        self.tokens += len(ids)
+
+    def _flush(self) -> None:
+        raw = self._block[: self._filled].tobytes()
+        self._crcs.append(zlib.crc32(raw))
+        self._file.write(raw)
+        self._filled = 0
 
     def publish(self) -> ShardInfo:
         """Finish, sync and name both files. The shard exists from the moment its .bin has its name."""
-        self._flush(whole_blocks_only=False)
+        if self._filled:
+            self._flush()
         payload = np.array(self._ends, "<u8").tobytes() + np.array(self._crcs, "<u4").tobytes()
 
         def header(kind: Literal["bin", "idx"], payload_crc: int) -> bytes:
@@ -450,6 +454,9 @@ def _open_source(folder: Path, name: str, expected_sha256: str, collection: Coll
         claimed = {split: content["splits"][split] for split in SPLITS}
         if any(claimed[split][key] != getattr(splits[split], key) for split in SPLITS for key in _SUMS):
             raise DataFormatError(f"{manifest_path}: the sums of a split differ from those of its shards")
+        kept = sum(split.documents for split in splits.values())
+        if content["documents_read"] != kept + sum(content["dropped"].values()):
+            raise DataFormatError(f"{manifest_path}: documents read are not the sum of those kept and those dropped")
     except (KeyError, TypeError):
         raise DataFormatError(f"{manifest_path}: a field is missing or of the wrong kind") from None
     ledger = folder / LEDGER_NAME

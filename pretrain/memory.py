@@ -1,6 +1,6 @@
 """What each rank will hold for certain, before anything is started: the static memory of the DeepSpeed engine.
 
-Bytes per parameter as measured on live engines (DeepSpeed 0.19, torch 2.13, AdamW), P parameters, N ranks, bf16 compute:
+Bytes as measured on live engines (DeepSpeed 0.19, torch 2.13, AdamW), P parameters, N ranks, bf16 compute:
 
     stage   weights   gradients              when accumulated in fp32           masters, moments
     0       2P        2P                     (refused)                          4P, 8P
@@ -8,7 +8,8 @@ Bytes per parameter as measured on live engines (DeepSpeed 0.19, torch 2.13, Ada
     2       2P        2P/N                   4P/N instead                       4P/N, 8P/N
     3       2P/N      2P/N                   4P/N instead                       4P/N, 8P/N
 
-With bf16 masters the last column is 2P/N, 4P/N. With fp32 compute, weights and gradients take 4 bytes; ZeRO-0 updates the weights themselves, ZeRO-1 to 3 keep a clone of their partition as masters.
+With bf16 masters the last column is 2P/N, 4P/N. With fp32 compute, weights and gradients take 4 bytes; ZeRO-0 updates
+the weights themselves, ZeRO-1 to 3 keep a clone of their partition as masters.
 
 Not counted here: activations and logits, ZeRO-3's gathered layers, communication buckets, the fp32 copy of a gradient
 partition that `step()` makes for a moment.

@@ -1,0 +1,97 @@
+"""python -m launch: start a training run on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launch.local import LaunchError, prepare
+from launch.local import run as run_launch
+
+PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
+
+app = typer.Typer(
+    help="Start a training run.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    epilog="\b\nExamples:\n  python -m launch run pretrain/recipes/debug.toml --ranks 2 --dry-run",
+)
+
+
+@app.callback()
+def launch() -> None:
+    """Start a training run: check it, run it, tell the truth about how it ended."""
+
+
+@app.command(
+    epilog="\b\nExamples:\n  python -m launch run pretrain/recipes/debug.toml --ranks 2\n"
+    "  python -m launch run pretrain/recipes/0.5b.toml --run runs/first --set schedule.peak_lr=2e-4\n"
+    "  python -m launch run pretrain/recipes/mini.toml --dry-run"
+)
+def run(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe's TOML file, see pretrain/recipes.")],
+    run_directory: Annotated[
+        Path | None, typer.Option("--run", metavar="DIR", help="The run directory; absent: runs/NAME-OF-RECIPE.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="N", help="Processes; absent: one a GPU, or one on a CPU.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's value: --set schedule.peak_lr=3e-4."),
+    ] = None,
+    resume: Annotated[str, typer.Option("--resume", metavar="auto|never|PATH", help="As in pretrain run.")] = "auto",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and start nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object.")] = False,
+) -> None:
+    """Check a recipe, then train it on this machine's GPUs or CPU.
+
+    Ctrl-C saves and stops, the same command resumes. Exit 0 only if the run says so itself, 2 for bad input.
+    """
+    if as_json and not dry_run:
+        raise LaunchError("--json reports a --dry-run only: add --dry-run or leave it out")
+    launch = prepare(
+        recipe,
+        run_directory=run_directory,
+        ranks=ranks,
+        overrides=overrides or (),
+        resume=resume,
+        environ=os.environ,
+    )
+    if dry_run:
+        print(json.dumps(launch.to_dict(), indent=2) if as_json else launch.to_text())
+        return
+    print(launch.to_text(), flush=True)
+    raise typer.Exit(run_launch(launch, os.environ))
+
+
+def _refuse_impostors() -> None:
+    """`model` and `tokenizer` are names on PyPI too: stop if one of ours is found somewhere else."""
+    root = Path(__file__).resolve().parents[1]
+    for name in PACKAGES:
+        spec = importlib.util.find_spec(name)
+        origin = Path(spec.origin).resolve() if spec is not None and spec.origin else None
+        if origin is None or root not in origin.parents:
+            print(f"error: package {name} is {origin}, not {root / name}: run from {root}", file=sys.stderr)
+            raise SystemExit(2)
+
+
+def main() -> None:
+    _refuse_impostors()
+    try:
+        app(prog_name="python -m launch")
+    except (LaunchError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""One machine: check the recipe, build one DeepSpeed command, run it in a process group of its own, tell the truth.
+
+The launcher's own exit code is not the truth: DeepSpeed's runner passes on positive codes only, so a run whose child
+was killed by a signal can end as 0. What counts is `status.json`, which the first rank writes when a run ends well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+FAILED = 1
+# DeepSpeed's launch.py kills its children 30 s after a signal; what is still there a little later is ended here.
+GRACE_SECONDS = 45.0
+
+
+class LaunchError(ValueError):
+    """Something that cannot be started as asked; the message is one line with the remedy."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Everything that will run: one command line, what is added to the environment, and the plan behind it."""
+
+    argv: tuple[str, ...]
+    environment: dict[str, str]
+    run_directory: Path
+    ranks: int
+    plan: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "argv": list(self.argv),
+            "environment": self.environment,
+            "run_directory": str(self.run_directory),
+            "world_size": self.ranks,
+            "global_batch_size": self.plan["global_batch_size"],
+            "micro_batch_size": self.plan["micro_batch_size"],
+            "gradient_accumulation_steps": self.plan["gradient_accumulation_steps"],
+            "tokens_per_step": self.plan["tokens_per_step"],
+        }
+
+    def to_text(self) -> str:
+        plan = self.plan
+        added = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.environment.items())
+        return "\n".join(
+            [
+                f"command          {shlex.join(self.argv)}",
+                f"environment      {added or 'nothing added'}",
+                f"run directory    {self.run_directory}",
+                f"world size       {self.ranks}",
+                f"effective batch  {plan['global_batch_size']} sequences = {plan['micro_batch_size']} × "
+                f"{plan['gradient_accumulation_steps']} micro-steps × {self.ranks} ranks, "
+                f"{plan['tokens_per_step']:,} tokens a step",
+            ]
+        )
+
+
+def prepare(
+    recipe: Path,
+    *,
+    run_directory: Path | None,
+    ranks: int | None,
+    overrides: Sequence[str],
+    resume: str,
+    environ: Mapping[str, str],
+) -> Launch:
+    """Plan the recipe and build the command. LaunchError: the recipe's own error line, or what is missing here.
+
+    `ranks` defaults to the number of GPUs, or 1 without any. The port is free when this is called.
+    """
+    gpus = visible_gpus(environ)
+    world_size = ranks if ranks is not None else max(len(gpus), 1)
+    if world_size < 1:
+        raise LaunchError(f"--ranks {world_size}: must be at least 1")
+    if gpus and len(gpus) < world_size:
+        raise LaunchError(f"--ranks {world_size}: only {len(gpus)} GPUs are visible and each rank needs its own")
+    plan = plan_recipe(recipe, world_size, overrides)
+    directory = run_directory if run_directory is not None else Path("runs") / recipe.stem
+    argv = [str(deepspeed_script()), *devices(gpus, world_size), "--master_port", str(free_port())]
+    argv += ["--module", "pretrain", "run", str(recipe), "--run", str(directory), "--resume", resume]
+    argv += [word for override in overrides for word in ("--set", override)]
+    return Launch(tuple(argv), added_environment(bool(gpus), world_size, environ), directory, world_size, plan)
+
+
+def plan_recipe(recipe: Path, world_size: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """The JSON of `pretrain plan`, run as a command of its own. LaunchError with its error line when it refuses."""
+    command = [sys.executable, "-m", "pretrain", "plan", str(recipe), "--json", "--world-size", str(world_size)]
+    command += [word for override in overrides for word in ("--set", override)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"`{shlex.join(command)}` ended with code {done.returncode}"]
+        raise LaunchError(lines[-1].removeprefix("error: "))
+    sys.stderr.write(done.stderr)
+    plan: dict[str, Any] = json.loads(done.stdout)
+    return plan
+
+
+def deepspeed_script() -> Path:
+    """The `deepspeed` command of the Python that runs this, never another one on PATH."""
+    script = Path(sys.executable).parent / "deepspeed"
+    if not script.is_file():
+        raise LaunchError(f"{script} is missing: install deepspeed into this virtualenv (make setup)")
+    return script
+
+
+def visible_gpus(environ: Mapping[str, str]) -> tuple[int, ...]:
+    """Numbers of the NVIDIA GPUs a run may use, without importing torch: what nvidia-smi lists, narrowed by
+    CUDA_VISIBLE_DEVICES. LaunchError when that names GPUs by anything but a number listed there."""
+    smi = shutil.which("nvidia-smi")
+    if smi is None or environ.get("DS_ACCELERATOR") == "cpu":
+        return ()
+    listed = subprocess.run([smi, "-L"], capture_output=True, text=True, check=False, timeout=60)
+    present = sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
+    return narrow(present, environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def narrow(present: int, visible: str | None) -> tuple[int, ...]:
+    """The GPUs out of 0 … present − 1 that CUDA_VISIBLE_DEVICES leaves; "" and "-1" leave none."""
+    if visible is None:
+        return tuple(range(present))
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    if names == ["-1"]:
+        return ()
+    if not all(name.isdecimal() and int(name) < present for name in names):
+        raise LaunchError(f"CUDA_VISIBLE_DEVICES={visible}: name GPUs by number, 0 to {present - 1}")
+    return tuple(int(name) for name in names)
+
+
+def devices(gpus: Sequence[int], ranks: int) -> list[str]:
+    """DeepSpeed's choice of devices. `--num_gpus N` takes the first N whatever CUDA_VISIBLE_DEVICES says, so a
+    narrowed set is named one by one."""
+    chosen = list(gpus[:ranks])
+    if chosen == list(range(len(chosen))):
+        return ["--num_gpus", str(ranks)]
+    return ["--include", "localhost:" + ",".join(str(gpu) for gpu in chosen)]
+
+
+def added_environment(on_gpu: bool, ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """What a run needs on top of `environ`: on a CPU, DeepSpeed's CPU accelerator and a fair share of cores a rank."""
+    if on_gpu:
+        return {}
+    added = {"DS_ACCELERATOR": "cpu"} if environ.get("DS_ACCELERATOR") != "cpu" else {}
+    if "OMP_NUM_THREADS" not in environ:
+        added["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    return added
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def run(launch: Launch, environ: Mapping[str, str]) -> int:
+    """Run the command to its end and return the exit code: 0 only if the first rank said so for this attempt.
+
+    SIGINT and SIGTERM are passed on to the whole group as SIGTERM, upon which the ranks save and stop; a second one
+    ends the group at once. Whatever happens, no process of the group is left behind.
+    """
+    before = attempt(read_status(launch.run_directory))
+    process = subprocess.Popen(
+        launch.argv, env={**environ, **launch.environment}, stdin=subprocess.DEVNULL, process_group=0
+    )
+    group = process.pid
+    asked = 0
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked += 1
+        _signal_group(group, signal.SIGTERM if asked == 1 else signal.SIGKILL)
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = process.wait()
+        _end_group(group)
+    finally:
+        _signal_group(group, signal.SIGKILL)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return verdict(code, before, read_status(launch.run_directory), launch.run_directory)
+
+
+def verdict(code: int, attempt_before: int, status: Mapping[str, Any], run_directory: Path) -> int:
+    """The exit code: 0 if `status` says stopped or finished for a newer attempt, else the launcher's own or 1."""
+    if attempt(status) > attempt_before and status.get("state") in ("stopped", "finished"):
+        return 0
+    if attempt(status) > attempt_before:
+        where = f"a rank died; the last status was step {status.get('global_step')} of {status.get('max_steps')}"
+    else:
+        where = "it ended before its first step"
+    print(
+        f"error: run {run_directory} failed (launcher code {code}): {where}; its output stands above", file=sys.stderr
+    )
+    return code if code > 0 else FAILED
+
+
+def read_status(run_directory: Path) -> dict[str, Any]:
+    """`status.json` of a run, {} where there is none. LaunchError if it is not JSON."""
+    path = run_directory / "status.json"
+    if not path.exists():
+        return {}
+    try:
+        status = json.loads(path.read_bytes())
+    except ValueError:
+        raise LaunchError(f"{path} is not valid JSON: remove it or choose another --run") from None
+    if not isinstance(status, dict):
+        raise LaunchError(f"{path} must hold one JSON object: remove it or choose another --run")
+    return status
+
+
+def attempt(status: Mapping[str, Any]) -> int:
+    """The attempt a status speaks of, 0 for none yet."""
+    number = status.get("attempt", 0)
+    return number if isinstance(number, int) else 0
+
+
+def _end_group(group: int) -> None:
+    """Wait for what is left of the group, at most the grace period. The runner can end before the ranks have saved."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while _group_lives(group) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _group_lives(group: int) -> bool:
+    """Whether a process of the group still runs. Zombies, which no one may ever reap in a container, do not count."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _parent, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):
+            continue  # it ended while we looked
+        if int(its_group) == group and state not in ("Z", "X"):
+            return True
+    return False
+
+
+def _signal_group(group: int, number: int) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return  # all of it has ended

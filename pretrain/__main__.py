@@ -1,0 +1,187 @@
+"""python -m pretrain: train a recipe, plan it, evaluate and sample what came out."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from data_pipeline.shards import DataFormatError
+from pretrain.config import RecipeError, load_recipe
+from pretrain.run_directory import CheckpointError, RunDirectoryError
+from tokenizer.codec import TokenizerError
+
+PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
+
+app = typer.Typer(
+    help="The trainer: a recipe becomes a model.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    epilog="\b\nExamples:\n  python -m pretrain plan pretrain/recipes/0.5b.toml --world-size 8 --device-memory 24GB",
+)
+
+Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe's TOML file, see pretrain/recipes.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's value: --set schedule.peak_lr=3e-4."),
+]
+Checkpoint = Annotated[
+    Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run directory (its newest checkpoint) or a checkpoint.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+@app.callback()
+def launched(
+    local_rank: Annotated[
+        int | None, typer.Option("--local_rank", hidden=True, help="DeepSpeed's launcher adds this.")
+    ] = None,
+) -> None:
+    """Accept what DeepSpeed's launcher puts before the verb; the rank itself is read from the environment."""
+
+
+@app.command(
+    epilog="\b\nExamples:\n  python -m pretrain plan pretrain/recipes/mini.toml\n"
+    "  python -m pretrain plan pretrain/recipes/0.5b.toml --world-size 8 --device-memory 24GB\n"
+    "  python -m pretrain plan pretrain/recipes/0.5b.toml --set deepspeed.config=ds_configs/zero3.json --json"
+)
+def plan(
+    recipe: Recipe,
+    world_size: Annotated[int, typer.Option("--world-size", metavar="N", help="Ranks, one a GPU.")] = 1,
+    device_memory: Annotated[
+        str | None,
+        typer.Option("--device-memory", metavar="SIZE", help="What one device has, 24GB or 22GiB; absent: no verdict."),
+    ] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tokens, steps and static memory of a recipe, before anything is started; exit 2 if it cannot run or fit."""
+    from pretrain.plan import parse_memory
+    from pretrain.plan import plan as make_plan
+
+    memory = None if device_memory is None else parse_memory(device_memory)
+    made = make_plan(load_recipe(recipe, overrides or ()), world_size, memory)
+    print(json.dumps(made.to_dict(), indent=2) if as_json else made.to_text())
+    if made.verdict is not None and not made.verdict.fits:
+        raise typer.Exit(2)
+
+
+@app.command(
+    epilog="\b\nExamples:\n  python -m pretrain run pretrain/recipes/debug.toml\n"
+    "  python -m pretrain run pretrain/recipes/mini.toml --run runs/first --set schedule.max_steps=2000\n"
+    "  deepspeed --module pretrain run pretrain/recipes/mini.toml"
+)
+def run(
+    recipe: Recipe,
+    directory: Annotated[
+        Path | None, typer.Option("--run", metavar="DIR", help="The run directory; runs/RECIPE if not given.")
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        str,
+        typer.Option(metavar="auto|never|PATH", help="auto: go on from this run's newest whole checkpoint, if any."),
+    ] = "auto",
+) -> None:
+    """Train. One process on its own; several under `deepspeed` or `python -m launch run`. Started again, it resumes."""
+    config = load_recipe(recipe, overrides or ())
+    from pretrain.metrics import TrainingDivergedError
+    from pretrain.runtime import Ranks
+    from pretrain.train import train
+
+    ranks = Ranks.from_environment(os.environ)
+    try:
+        train(config, directory or Path("runs") / recipe.stem, ranks, resume=resume)
+    except TrainingDivergedError as error:
+        if ranks.is_first:
+            print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+@app.command(
+    epilog="\b\nExamples:\n  python -m pretrain evaluate runs/mini\n"
+    "  python -m pretrain evaluate runs/mini/checkpoints/step-00001000 --data data/mine --json"
+)
+def evaluate(
+    checkpoint: Checkpoint,
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A collection written by prepare; the run's own if not given.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences scored at a time.")] = 8,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Score at most so many tokens of each source.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Held-out loss, perplexity and bits per byte of each source, beside the uniform and the unigram baseline."""
+    from pretrain.evaluate import evaluate_checkpoint, render
+
+    scores = evaluate_checkpoint(checkpoint, data, batch_size=batch_size, max_tokens=max_tokens)
+    if as_json:
+        print(json.dumps({source: score.to_dict() for source, score in scores.items()}, indent=2))
+    else:
+        print(render(scores))
+
+
+@app.command(
+    epilog="\b\nExamples:\n  python -m pretrain generate runs/mini --prompt 'It is a truth'\n"
+    "  python -m pretrain generate runs/mini --prompt 'def main(' --temperature 0 --max-new-tokens 100"
+)
+def generate(
+    checkpoint: Checkpoint,
+    prompts: Annotated[list[str], typer.Option("--prompt", metavar="TEXT", help="May be given several times.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, metavar="N")] = 50,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, metavar="P")] = None,
+    seed: Annotated[int, typer.Option(metavar="N")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Continue prompts with the model of a run or checkpoint, by the tokenizer that the run carries."""
+    from pretrain.generate import continue_prompts
+
+    for prompt, continuation in continue_prompts(
+        checkpoint,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    ):
+        print(json.dumps({"prompt": prompt, "continuation": continuation}, ensure_ascii=False) if as_json else prompt + continuation)
+
+
+def _refuse_impostors() -> None:
+    """`model` and `tokenizer` are names on PyPI too: stop if one of ours is found somewhere else."""
+    root = Path(__file__).resolve().parents[1]
+    for name in PACKAGES:
+        spec = importlib.util.find_spec(name)
+        origin = Path(spec.origin).resolve() if spec is not None and spec.origin else None
+        if origin is None or root not in origin.parents:
+            print(f"error: package {name} is {origin}, not {root / name}: run from {root}", file=sys.stderr)
+            raise SystemExit(2)
+
+
+def main() -> None:
+    _refuse_impostors()
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    try:
+        app(prog_name="python -m pretrain")
+    except (RecipeError, DataFormatError, TokenizerError, RunDirectoryError, CheckpointError, OSError) as error:
+        # All ranks find the same fault in a recipe or a file format, and one line is enough; a full disk is one rank's.
+        rank = os.environ.get("RANK", "0")
+        if rank == "0" or isinstance(error, OSError):
+            print(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

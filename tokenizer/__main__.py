@@ -374,7 +374,7 @@ def _refuse_impostors() -> None:
     for package in ("tokenizer", "data_pipeline"):
         spec = importlib.util.find_spec(package)
         origin = Path(spec.origin).resolve() if spec and spec.origin else None
-        if origin is None or not origin.is_relative_to(root):
+        if origin is None or origin.parent != root / package:
             where = origin or "nowhere"
             print(f"error: package {package} would come from {where}, not from {root}; run from there", file=sys.stderr)
             raise SystemExit(2)

@@ -27,6 +27,7 @@ from tokenizer.codec import (
     FORMAT,
     MODEL_FILE,
     PROBE_TEXT,
+    SPACE_MARK,
     VERSION,
     Codec,
     TokenizerError,
@@ -86,7 +87,7 @@ def train(
     below 0.98. `threads` changes the time, not the result. `provenance` goes into the description as it is when the
     texts have ended, so that the reader of the texts may fill it.
 
-    Memory: about 15 times `sample_bytes`. Raises TokenizerError: no text, a lone surrogate, a vocabulary that the
+    Memory: about 16 times `sample_bytes`. Raises TokenizerError: no text, a lone surrogate, a vocabulary that the
     text can't fill or that can't hold its alphabet, an occupied `out`. Nothing is written before the model is whole
     and has passed its self-test.
     """
@@ -101,17 +102,18 @@ def train(
     read_at = time.monotonic()
     occurrences = _character_occurrences(sample)
     if character_coverage is None:
-        character_coverage = _fitting_coverage(occurrences, max_characters=(vocab_size - FIXED_PIECES) // 3)
+        character_coverage = _fitting_coverage(occurrences, max_characters=(vocab_size - FIXED_PIECES) * 2 // 5)
     alphabet = _alphabet_size(occurrences, character_coverage)
     if alphabet + FIXED_PIECES > vocab_size:
         raise TokenizerError(
             f"vocabulary of {vocab_size} pieces is too small: {FIXED_PIECES} are fixed, {alphabet} characters make "
-            f"{character_coverage:.2%} of the text; give at least {alphabet + FIXED_PIECES}, better three times that"
+            f"{character_coverage:.2%} of the text; give at least {alphabet + FIXED_PIECES}, better twice that"
         )
     options: dict[str, Any] = {
         "model_type": "bpe",
         "vocab_size": vocab_size,
         "character_coverage": character_coverage,
+        "required_chars": SPACE_MARK,  # else a corpus without spaces makes a vocabulary that can't spell one
         "byte_fallback": True,
         "split_digits": True,
         "normalization_rule_name": "identity",

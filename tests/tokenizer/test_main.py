@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tokenizer.codec import Codec
+
+ROOT = Path(__file__).resolve().parents[2]
+TRICKY = "line\r\n\ttab   three spaces </s> <s> 道可道\u2028\x00😀\n"
+
+
+def run(*arguments: object, stdin: bytes = b"", cwd: Path = ROOT) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "tokenizer", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize("verb", [[], ["train"], ["encode"], ["decode"], ["report"]])
+def test_help_ends_with_examples(verb: list[str]) -> None:
+    done = run(*verb, "--help")
+    assert done.returncode == 0
+    assert b"Examples:\n" in done.stdout
+    assert b"python -m tokenizer " in done.stdout.split(b"Examples:")[1]
+
+
+def test_the_whole_chain_on_files(texts: list[str], tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    for number, text in enumerate(texts[:5]):
+        (tmp_path / "code" / f"{number}.txt").write_text(text, encoding="utf-8", newline="")
+    lines = [json.dumps({"text": text}) for text in texts[5:]] + ['{"text": null}', "not json", '{"text": "\\ud800"}']
+    (tmp_path / "mixed.jsonl").write_text("\n".join(lines))
+    out = tmp_path / "tokenizer"
+
+    inputs = ["--input", tmp_path / "code", "--input", f"{tmp_path / 'mixed.jsonl'}=1.5"]
+    trained = run("train", *inputs, "--vocab-size", 700, "--out", out)
+    assert trained.returncode == 0, trained.stderr
+    assert b"700 pieces" in trained.stdout
+    assert b"mixed.jsonl: dropped 3 documents" in trained.stdout
+    assert b"first null_text: " in trained.stdout
+    kept = json.loads((out / "description.json").read_text())["corpus"]["provenance"]["inputs"]
+    assert [(one["name"], one["weight"], one["documents"]) for one in kept] == [
+        ("code", 1.0, 5),
+        ("mixed.jsonl", 1.5, len(texts) - 5),
+    ]
+    assert sum(kept[1]["dropped"].values()) == 3
+
+    (tmp_path / "tricky.txt").write_bytes(TRICKY.encode())
+    encoded = run("encode", out, "--file", tmp_path / "tricky.txt")
+    assert encoded.stdout.split() == [b"%d" % token_id for token_id in Codec.load(out).encode(TRICKY)]
+    decoded = run("decode", out, "--file", "-", stdin=encoded.stdout)
+    assert decoded.stdout == TRICKY.encode()
+
+    reported = run("report", out, "--input", f"code={tmp_path / 'code'}", "--input", tmp_path / "mixed.jsonl", "--json")
+    figures = json.loads(reported.stdout)
+    assert [source["name"] for source in figures["sources"]] == ["code", str(tmp_path / "mixed.jsonl")]
+    assert sum(figures["sources"][1]["dropped"].values()) == 3
+    assert figures["all"]["documents"] == len(texts)
+    assert figures["all"]["round_trip_failures"] == 0
+    table = run("report", out, "--input", tmp_path / "mixed.jsonl")
+    assert b"bytes/token" in table.stdout
+    assert b"null_text" in table.stdout
+
+
+def test_encode_and_decode_on_the_command_line(tokenizer_folder: Path, codec: Codec) -> None:
+    encoded = json.loads(run("encode", tokenizer_folder, "</s> 道", "--bos", "--eos", "--json").stdout)
+    assert encoded["ids"] == codec.encode("</s> 道", bos=True, eos=True)
+    assert encoded["pieces"] == [codec.piece(token_id) for token_id in encoded["ids"]]
+    assert run("decode", tokenizer_folder, *encoded["ids"]).stdout == "</s> 道".encode()
+    assert run("encode", tokenizer_folder, "").stdout == b"\n"
+
+
+ERRORS: dict[str, tuple[list[str], str]] = {
+    "no such verb": (["frob"], "frob"),
+    "no option": (["train"], "--input"),
+    "no such file": (["train", "--input", "{tmp}/absent.txt", "--vocab-size", "600", "--out", "{tmp}/t"], "absent.txt"),
+    "empty corpus": (["train", "--input", "{tmp}/empty.txt", "--vocab-size", "600", "--out", "{tmp}/t"], "no text"),
+    "cut corpus": (["train", "--input", "{tmp}/cut.jsonl.gz", "--vocab-size", "600", "--out", "{tmp}/t"], "cut"),
+    "no weight": (["train", "--input", "{tmp}/a.txt=x", "--vocab-size", "600", "--out", "{tmp}/t"], "not a weight"),
+    "weight zero": (["train", "--input", "{tmp}/a.txt=0", "--vocab-size", "600", "--out", "{tmp}/t"], "above 0"),
+    "too large": (["train", "--input", "{tmp}/a.txt", "--vocab-size", "9999", "--out", "{tmp}/t"], "largest possible"),
+    "occupied": (["train", "--input", "{tmp}/a.txt", "--vocab-size", "600", "--out", "{tokenizer}"], "--overwrite"),
+    "no tokenizer": (["encode", "{tmp}/absent", "text"], "no such tokenizer"),
+    "text twice": (["encode", "{tokenizer}", "text", "--file", "{tmp}/a.txt"], "either"),
+    "not UTF-8": (["encode", "{tokenizer}", "--file", "{tmp}/latin.txt"], "not UTF-8"),
+    "no file": (["encode", "{tokenizer}", "--file", "{tmp}/absent"], "absent"),
+    "no id": (["decode", "{tokenizer}", "12", "x"], "not an id"),
+    "id too large": (["decode", "{tokenizer}", "99999"], "outside the vocabulary"),
+    "nothing to report on": (["report", "{tokenizer}", "--input", "{tmp}/empty.txt"], "no text"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_one_line_and_exit_code_2(name: str, tokenizer_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a few words")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
+    before = sorted(tmp_path.iterdir())
+    arguments, message = ERRORS[name]
+    done = run(*(argument.format(tmp=tmp_path, tokenizer=tokenizer_folder) for argument in arguments))
+    lines = done.stderr.decode().splitlines()
+    assert (done.returncode, len(lines), done.stdout) == (2, 1, b""), done.stderr.decode()
+    assert lines[0].startswith("error: ")
+    assert message in lines[0]
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_package_of_the_same_name_from_elsewhere_is_named(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "tokenizer", tmp_path / "tokenizer")
+    impostor = tmp_path / "elsewhere" / "data_pipeline"
+    impostor.mkdir(parents=True)
+    (impostor / "__init__.py").touch()
+    program = "import sys; sys.path.insert(0, sys.argv.pop(1)); import tokenizer.__main__ as m; m.main()"
+    command = [sys.executable, "-c", program, str(impostor.parent)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"error: package data_pipeline would come from " + str(impostor).encode())
+    assert done.stderr.count(b"\n") == 1

@@ -11,7 +11,7 @@ BF16_BYTES = 2
 FP32_BYTES = 4
 
 FLOPS_FORMULA = (
-    "training FLOPs per token = 6 · (weights in matrix products) + 12 · n_layers · n_heads · head_dim · (keys per query),"
+    "training FLOPs per token = 6 · weights of the matrices + 12 · n_layers · n_heads · head_dim · (keys per query),"
     " with seq_len keys per query if attention is full, (seq_len + 1) / 2 if causal"
 )
 STATIC_MEMORY_FORMULA = (

@@ -5,6 +5,7 @@ Parameter names are Hugging Face's, without the leading "model.".
 """
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -57,9 +58,17 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        if config.tied:
-            self.lm_head.weight = self.embed_tokens.weight
+        self._tie()
         self.init_weights(generator)
+
+    def _tie(self) -> None:
+        if self.config.tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Transformer":
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._tie()  # to_empty() after the meta device gives each module a Parameter of its own
+        return self
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:

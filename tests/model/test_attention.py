@@ -1,0 +1,77 @@
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.attention import Attention, KVCache, causal_mask
+from model.config import ModelConfig
+from model.positions import rope_tables
+from tests.model import reference
+from tests.model.conftest import seeded
+
+
+def distance_from_numpy(config: ModelConfig) -> float:
+    attention = Attention(config, layer=0).double()
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter.normal_(0.0, 0.3, generator=seeded(parameter.numel()))
+    x_btd = torch.randn(1, 11, config.d_model, dtype=torch.float64, generator=seeded(0))
+    rotation = tuple(table.double() for table in rope_tables(config.head_dim, 11, config.rope_base))
+    weights = [getattr(attention, f"{name}_proj").weight.detach().numpy() for name in "qkvo"]
+    expected = reference.attention(x_btd[0].numpy(), *weights, config)
+    return float(np.abs(attention(x_btd, rotation)[0].detach().numpy() - expected).max())
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_against_numpy(tiny_config: ModelConfig, kv_heads: int) -> None:
+    config = ModelConfig(**{**tiny_config.to_dict(), "n_kv_heads": kv_heads})
+    assert distance_from_numpy(config) < 1e-5
+
+
+def interleaved_heads(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The wrong expansion: kv heads 0 1 0 1 for query heads 0 1 2 3."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **settings: object) -> Tensor:
+        times = q.shape[1] // k.shape[1]
+        return original(q, k.repeat(1, times, 1, 1), v.repeat(1, times, 1, 1), **settings)
+
+    return attend
+
+
+def unmasked(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **settings: object) -> Tensor:
+        return original(q, k, v, **settings)
+
+    return attend
+
+
+@pytest.mark.parametrize("mutant", [interleaved_heads, unmasked])
+def test_the_numpy_comparison_catches_mutants(
+    tiny_config: ModelConfig, monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., Callable[..., Tensor]]
+) -> None:
+    monkeypatch.setattr(F, "scaled_dot_product_attention", mutant(F.scaled_dot_product_attention))
+    assert distance_from_numpy(tiny_config) > 0.01
+
+
+def test_the_mask_aligns_the_last_query_with_the_last_key() -> None:
+    assert causal_mask(4, 4, torch.device("cpu")) is None
+    mask = causal_mask(2, 5, torch.device("cpu"))
+    assert mask is not None
+    assert mask.int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+
+
+def test_the_cache_holds_kv_heads_only_and_gives_views(tiny_config: ModelConfig) -> None:
+    cache = KVCache(tiny_config, batch_size=2, max_tokens=10, dtype=torch.bfloat16)
+    assert cache.nbytes == 2 * 3 * 2 * 64 * 2 * 10 * 2
+    chunk_bhtk = torch.ones(2, 2, 4, 64)
+    keys_bhtk, values_bhtk = cache.append(1, chunk_bhtk, 2 * chunk_bhtk)
+    assert keys_bhtk.shape == (2, 2, 4, 64)
+    assert keys_bhtk.untyped_storage().data_ptr() == cache.keys.untyped_storage().data_ptr()
+    assert values_bhtk.unique().tolist() == [2.0]
+    assert cache.length == 0
+    cache.advance(4)
+    with pytest.raises(ValueError, match="11 tokens do not fit a KV cache of 10"):
+        cache.append(1, torch.ones(2, 2, 7, 64), torch.ones(2, 2, 7, 64))

@@ -1,0 +1,55 @@
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from model.config import PRESETS, ModelConfig, ModelConfigError, from_table
+
+
+def test_a_preset_with_overrides() -> None:
+    assert from_table({"preset": "mini", "seq_len": 256}) == replace(PRESETS["mini"], seq_len=256)
+
+
+def test_a_config_survives_its_dict() -> None:
+    for config in PRESETS.values():
+        assert ModelConfig(**config.to_dict()) == config
+        assert from_table(config.to_dict()) == config
+        assert config.to_dict()["rope_layout"] == "rotate_half"
+
+
+@pytest.mark.parametrize(
+    "table, words",
+    [
+        ({"preset": "mini", "n_layer": 3}, 'unknown key "n_layer".*"n_layers"'),
+        ({"preset": "mimi"}, 'unknown preset.*"mini"'),
+        ({"preset": 5}, "unknown preset 5"),
+        ({"vocab_size": 10}, "lacks d_model, .*tied"),
+        ({"preset": "mini", "n_layers": 2.5}, "n_layers = 2.5 must be of type int"),
+        ({"preset": "mini", "n_layers": True}, "n_layers = True must be of type int"),
+        ({"preset": "mini", "n_layers": 0}, "n_layers = 0 must be positive"),
+        ({"preset": "mini", "norm_eps": float("nan")}, "norm_eps = nan"),
+        ({"preset": "mini", "tied": 1}, "tied = 1 must be of type bool"),
+        ({"preset": "mini", "n_heads": 7}, "n_heads = 7 must be a multiple of n_kv_heads = 2"),
+        ({"preset": "mini", "head_dim": 63}, "head_dim = 63 must be even"),
+        ({"preset": "mini", "rope_layout": "interleaved"}, "rope_layout"),
+    ],
+)
+def test_a_wrong_table_is_refused_in_one_line(table: dict[str, object], words: str) -> None:
+    with pytest.raises(ModelConfigError, match=words) as caught:
+        from_table(table)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_integer_is_a_valid_float() -> None:
+    assert from_table({"preset": "mini", "rope_base": 500000}).rope_base == 500000.0
+
+
+def test_head_dims_without_fused_kernels_warn() -> None:
+    with pytest.warns(UserWarning, match="head_dim = 96"):
+        from_table({"preset": "mini", "head_dim": 96})
+
+
+def test_config_and_accounting_need_no_torch() -> None:
+    program = "import sys, model.config, model.accounting, model.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

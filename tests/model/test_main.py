@@ -1,0 +1,102 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments: str, root: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "model", *arguments],
+        cwd=root,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_count_prints_the_table() -> None:
+    outcome = run("count", "0.5b")
+    assert outcome.returncode == 0
+    for figure in ("502,193,664", "453,040,128", "90.2 %", "36,864 B", "75.5 MB", "110,592 B", "8.04 GB"):
+        assert figure in outcome.stdout
+
+
+def test_count_reads_a_recipe_whatever_else_it_holds(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('seed = 1\n[model]\npreset = "mini"\nn_layers = 6\n[unheard.of]\nx = 1\n', encoding="utf-8")
+    report = json.loads(run("count", str(recipe), "--json").stdout)
+    assert report["config"]["n_layers"] == 6
+    assert report["parameters"] == report["parts"][-1]["parameters"] < 35_926_528
+    assert report["flops_per_token"]["causal"] < report["flops_per_token"]["full"]
+    assert report["kv_cache_bytes_per_token"] == 3_072
+
+
+def test_verify_reports_every_check(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[model]\npreset = "mini"\nn_layers = 1\nseq_len = 64\nvocab_size = 300\n', encoding="utf-8")
+    outcome = run("verify", str(recipe))
+    assert outcome.returncode == 0, outcome.stdout
+    assert outcome.stdout.count("  pass  ") == 5
+    assert "5 of 5 checks passed" in outcome.stdout
+    report = json.loads(run("verify", str(recipe), "--json").stdout)
+    assert report["passed"]
+    assert next(check["name"] for check in report["checks"]) == "parameters"
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (None, "No such file"),
+        ("[model\n", "not valid TOML"),
+        ("seed = 1\n", "no [model] table"),
+        ('[model]\npreset = "mini"\nn_head = 4\n', 'unknown key "n_head"'),
+    ],
+)
+def test_bad_recipes_end_in_one_line(tmp_path: Path, text: str | None, words: str) -> None:
+    recipe = tmp_path / "recipe.toml"
+    if text is not None:
+        recipe.write_text(text, encoding="utf-8")
+    outcome = run("count", str(recipe))
+    assert outcome.returncode == 2
+    assert outcome.stdout == ""
+    assert outcome.stderr.startswith("error: ")
+    assert outcome.stderr.count("\n") == 1
+    assert words in outcome.stderr
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    outcome = run("verify", "minni")
+    assert (outcome.returncode, outcome.stderr.count("\n")) == (2, 1)
+    assert 'did you mean "mini"?' in outcome.stderr
+
+
+def test_a_warning_is_one_line(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[model]\npreset = "mini"\nhead_dim = 32\n', encoding="utf-8")
+    outcome = run("count", str(recipe))
+    assert outcome.returncode == 0
+    assert outcome.stderr.startswith("warning: head_dim = 32")
+    assert outcome.stderr.count("\n") == 1
+
+
+def test_an_impostor_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "__init__.py").touch()
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import model.__main__ as m; m.main()"
+    outcome = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 2
+    assert outcome.stderr.startswith("error: package tokenizer comes from")
+    assert outcome.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", [(), ("count",), ("verify",)])
+def test_help_ends_with_examples(verb: tuple[str, ...]) -> None:
+    outcome = run(*verb, "--help")
+    assert outcome.returncode == 0
+    assert "python -m model" in outcome.stdout.strip().splitlines()[-1]

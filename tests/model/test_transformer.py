@@ -1,0 +1,181 @@
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from model.config import PRESETS, ModelConfig
+from model.transformer import Block, Transformer
+from tests.model import reference
+from tests.model.conftest import lively, random_ids, seeded
+
+
+def distance_from_numpy(config: ModelConfig) -> float:
+    model = lively(Transformer(config))
+    ids_t = random_ids(config, 13)
+    weights = {name: tensor.double().numpy() for name, tensor in model.state_dict().items()}
+    expected = reference.logits(ids_t.numpy(), weights, config)
+    with torch.no_grad():
+        logits_tv = model(ids_t[None])[0].double().numpy()
+    return float(np.abs(logits_tv - expected).max() / np.abs(expected).max())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_against_numpy(tiny_config: ModelConfig, tied: bool) -> None:
+    assert distance_from_numpy(replace(tiny_config, tied=tied)) < 1e-5
+
+
+def without_attention_residual(self: Block, x_btd: Tensor, rotation: tuple[Tensor, Tensor], cache: object) -> Tensor:
+    x_btd = self.self_attn(self.input_layernorm(x_btd), rotation, cache)
+    return x_btd + self.mlp(self.post_attention_layernorm(x_btd))
+
+
+def without_feedforward_residual(self: Block, x_btd: Tensor, rotation: tuple[Tensor, Tensor], cache: object) -> Tensor:
+    x_btd = x_btd + self.self_attn(self.input_layernorm(x_btd), rotation, cache)
+    return self.mlp(self.post_attention_layernorm(x_btd))
+
+
+@pytest.mark.parametrize("mutant", [without_attention_residual, without_feedforward_residual])
+def test_the_numpy_comparison_catches_a_missing_residual(
+    tiny_config: ModelConfig, monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., Tensor]
+) -> None:
+    monkeypatch.setattr(Block, "forward", mutant)
+    assert distance_from_numpy(tiny_config) > 0.01
+
+
+def test_parameter_names_are_hugging_faces(tiny: Transformer) -> None:
+    names = {re.sub(r"\.\d+\.", ".N.", name) for name, _ in tiny.named_parameters()}
+    block = "layers.N."
+    assert names == {
+        "embed_tokens.weight",
+        "norm.weight",
+        f"{block}input_layernorm.weight",
+        f"{block}post_attention_layernorm.weight",
+        *(f"{block}self_attn.{name}_proj.weight" for name in "qkvo"),
+        *(f"{block}mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    }
+    assert set(tiny.state_dict()) == {name for name, _ in tiny.named_parameters()} | {"lm_head.weight"}
+
+
+@pytest.mark.parametrize("cast", [lambda model: model, torch.nn.Module.bfloat16])
+def test_tied_is_one_parameter(tiny_config: ModelConfig, cast: Callable[[Transformer], Transformer]) -> None:
+    tied, untied = Transformer(tiny_config), Transformer(replace(tiny_config, tied=False))
+    assert cast(tied).lm_head.weight is tied.embed_tokens.weight
+    assert untied.lm_head.weight is not untied.embed_tokens.weight
+    assert not torch.equal(untied.lm_head.weight, untied.embed_tokens.weight)
+
+
+def wrong_deviations(model: Transformer) -> list[str]:
+    """Parameters whose standard deviation is not the one the initialisation promises, within 5 standard errors."""
+    std, wrong = model.config.init_std, []
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            if not torch.equal(parameter, torch.ones_like(parameter)):
+                wrong.append(name)
+            continue
+        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        expected = std / math.sqrt(2 * model.config.n_layers) if residual else std
+        if abs(float(parameter.detach().std()) / expected - 1) > 5 / math.sqrt(2 * parameter.numel()):
+            wrong.append(name)
+    return wrong
+
+
+def test_initial_deviations_and_the_unscaled_residual_is_caught(
+    tiny_config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert wrong_deviations(Transformer(tiny_config, seeded(0))) == []
+    monkeypatch.setattr("model.transformer.math.sqrt", lambda _: 1.0)
+    unscaled = Transformer(tiny_config, seeded(0))
+    monkeypatch.undo()
+    assert set(wrong_deviations(unscaled)) == {
+        name for name, _ in unscaled.named_parameters() if "o_proj" in name or "down_proj" in name
+    }
+
+
+def test_the_generator_decides_the_weights(tiny_config: ModelConfig) -> None:
+    one, same, other = (Transformer(tiny_config, seeded(seed)).state_dict() for seed in (3, 3, 4))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["embed_tokens.weight"], other["embed_tokens.weight"])
+
+
+def test_a_model_of_the_meta_device_becomes_the_same_model(tiny_config: ModelConfig) -> None:
+    with torch.device("meta"):
+        model = Transformer(tiny_config)
+    model.to_empty(device="cpu")
+    model.init_weights(seeded(5))
+    expected = Transformer(tiny_config, seeded(5))
+    ids_bt = random_ids(tiny_config, 2, 9)
+    assert torch.equal(model(ids_bt), expected(ids_bt))
+    assert model.lm_head.weight is model.embed_tokens.weight
+
+
+def test_partitioned_weights_are_not_drawn_silently(tiny: Transformer) -> None:
+    tiny.norm.weight.data = torch.empty(0)
+    with pytest.raises(RuntimeError, match=r"norm\.weight is empty"):
+        tiny.init_weights()
+
+
+def gradients(model: Transformer, ids_bt: Tensor, targets_bt: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(model(ids_bt, targets_bt).loss_sum, list(model.parameters())))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_checkpointed_gradients_are_equal_bit_for_bit(tiny_config: ModelConfig, tied: bool) -> None:
+    model = lively(Transformer(replace(tiny_config, tied=tied)))
+    ids_bt, targets_bt = random_ids(tiny_config, 2, 20), random_ids(tiny_config, 2, 20, seed=8)
+    plain = gradients(model, ids_bt, targets_bt)
+    model.activation_checkpointing = "full"
+    assert all(map(torch.equal, gradients(model, ids_bt, targets_bt), plain))
+
+
+def test_checkpointing_keeps_one_tensor_a_block(tiny: Transformer) -> None:
+    ids_bt = random_ids(tiny.config, 2, 20)
+
+    def kept_bytes() -> int:
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            alive = tiny.hidden(ids_bt)
+        parameters = {parameter.untyped_storage().data_ptr() for parameter in tiny.parameters()}
+        assert alive.requires_grad
+        return sum(size for pointer, size in kept.items() if pointer not in parameters)
+
+    without = kept_bytes()
+    tiny.activation_checkpointing = "full"
+    assert kept_bytes() < without / 4
+
+
+def test_bf16_stays_close_and_finite(tiny_config: ModelConfig) -> None:
+    """A whole training pass in bf16: RoPE in fp32 must not leak its dtype into the matrices."""
+    model = Transformer(tiny_config, seeded(0))
+    ids_bt, targets_bt = random_ids(tiny_config, 2, 40), random_ids(tiny_config, 2, 40, seed=8)
+    exact = model(ids_bt, targets_bt).loss_sum.item()
+    model.bfloat16()
+    assert model(ids_bt).dtype == torch.bfloat16
+    loss_sum = model(ids_bt, targets_bt).loss_sum
+    loss_sum.backward()
+    assert loss_sum.item() == pytest.approx(exact, rel=1e-3)
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_too_long_an_input_is_refused(tiny: Transformer) -> None:
+    with pytest.raises(ValueError, match="position 48 is past the model's seq_len = 48"):
+        tiny(random_ids(tiny.config, 1, 49))
+
+
+def test_the_mini_preset_has_its_parameters() -> None:
+    assert sum(parameter.numel() for parameter in Transformer(PRESETS["mini"]).parameters()) == 35_926_528
+
+
+def test_the_large_preset_has_its_parameters() -> None:
+    with torch.device("meta"):
+        model = Transformer(PRESETS["0.5b"])
+    assert sum(parameter.numel() for parameter in model.parameters()) == 502_193_664

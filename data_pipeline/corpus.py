@@ -215,7 +215,7 @@ def read_piece(piece: Piece, text_field: str = "text", on_bytes: OnBytes | None 
             for position, line in enumerate(_lines(piece, hear), 1):
                 yield _parse_line(line, path, position, text_field)
     except OSError as error:
-        raise CorpusError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise CorpusError(f"{path}: cannot be read: {_printable(error.strerror or str(error))}") from error
 
 
 def _shown(path: Path) -> str:

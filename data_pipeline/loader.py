@@ -1,0 +1,286 @@
+"""Batches of one rank, read ahead by one thread, in the order that `order.py` states.
+
+Worker processes would copy every batch between processes; one thread that asks the system for the windows some
+hundreds ahead keeps up with any step, since reading releases the GIL and the windows are then in memory.
+Nothing is remembered here: a loader begun at the sample where another stopped goes on as that one would have.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from data_pipeline.order import Address, SampleOrder
+
+READ_AHEAD_WINDOWS = 256
+IGNORED_TARGET = -100
+_CLOSE_SECONDS = 10.0
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class Stream(Protocol):
+    """What is read here: a row of tokens, as `shards.TokenStream` is."""
+
+    tokens: int
+
+    def read(self, start: int, stop: int) -> Int64Array: ...
+
+    def will_need(self, start: int, stop: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch. inputs, targets: int64 (micro_batch_size, seq_len); samples: global numbers (micro_batch_size,).
+
+    targets[:, t] is the token behind inputs[:, t]. The arrays are the caller's own.
+    """
+
+    inputs: Int64Array
+    targets: Int64Array
+    samples: Int64Array
+
+
+class Loader:
+    """The micro-batches of one rank from `first_sample` on, without end. An iterator and a context manager.
+
+    With B = micro_batch_size x gradient_accumulation_steps x world_size, step s reads samples first_sample + sB to
+    first_sample + (s+1)B - 1; row j of its micro-step m on rank r is number (m x world_size + r) x micro_batch_size + j
+    of them: all ranks read one global order, each its slice.
+
+    One thread keeps up to `prefetch` batches ready. An error in it is raised by `next` after the batches read before
+    it, and again at every further call. ValueError: numbers that do not fit, streams that are not those of the order.
+    """
+
+    def __init__(
+        self,
+        order: SampleOrder,
+        streams: Mapping[str, Stream],
+        *,
+        rank: int,
+        world_size: int,
+        micro_batch_size: int,
+        gradient_accumulation_steps: int,
+        first_sample: int,
+        prefetch: int = 4,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} does not exist among {world_size} ranks")
+        if min(micro_batch_size, gradient_accumulation_steps, prefetch) < 1 or first_sample < 0:
+            raise ValueError(
+                f"micro_batch_size {micro_batch_size}, gradient_accumulation_steps {gradient_accumulation_steps} and "
+                f"prefetch {prefetch} must be at least 1, first_sample {first_sample} at least 0"
+            )
+        for name, tokens in order.tokens.items():
+            if name not in streams:
+                raise ValueError(f"there is no stream for source {name!r}")
+            if streams[name].tokens != tokens:
+                raise ValueError(f"source {name!r} has {streams[name].tokens:,} tokens, the order counts {tokens:,}")
+        self._first_sample = first_sample
+        self._accumulation = gradient_accumulation_steps
+        self._global_batch_size = micro_batch_size * gradient_accumulation_steps * world_size
+        self._given = 0
+        self._thread = _Prefetcher(
+            _Rows(order, streams, rank, world_size, micro_batch_size, first_sample),
+            prefetch,
+        )
+        # The thread knows nothing of this object, so a loader that is dropped, or still open when the interpreter
+        # ends, stops its thread too.
+        self._finalizer = weakref.finalize(self, self._thread.stop)
+        self._thread.start()
+
+    @property
+    def consumed_samples(self) -> int:
+        """The global sample at which to resume: whole steps given out count, what is only prefetched does not."""
+        return self._first_sample + self._given // self._accumulation * self._global_batch_size
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next micro-batch. ValueError when closed; else whatever the reading thread met."""
+        if not self._finalizer.alive:
+            raise ValueError("this loader is closed")
+        batch = self._thread.take()
+        self._given += 1
+        return batch
+
+    def close(self) -> None:
+        """Stop and join the thread (waiting at most 10 s for a read that hangs). May be called again."""
+        self._finalizer()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Rows:
+    """Reads the micro-batches of one rank in order, announcing windows to the streams a block ahead."""
+
+    def __init__(
+        self, order: SampleOrder, streams: Mapping[str, Stream], rank: int, world_size: int, micro: int, first: int
+    ) -> None:
+        self._order, self._streams = order, streams
+        self._rank, self._world_size, self._micro, self._first = rank, world_size, micro, first
+        self._block = -(-READ_AHEAD_WINDOWS // micro)
+
+    def batches(self) -> Iterator[Batch]:
+        following = self._plan(0)
+        for block in count(1):
+            planned, following = following, self._plan(block)
+            for samples, addresses in planned:
+                yield self._read(samples, addresses)
+
+    def _plan(self, block: int) -> list[tuple[Int64Array, list[Address]]]:
+        """Samples and addresses of the micro-batches of one block, announced to the streams."""
+        planned = []
+        for number in range(block * self._block, (block + 1) * self._block):
+            start = self._first + (number * self._world_size + self._rank) * self._micro
+            samples = np.arange(start, start + self._micro, dtype=np.int64)
+            addresses = [self._order.locate(sample) for sample in samples.tolist()]
+            for address in addresses:
+                self._streams[address.source].will_need(*self._span(address))
+            planned.append((samples, addresses))
+        return planned
+
+    def _span(self, address: Address) -> tuple[int, int]:
+        start = address.window * self._order.seq_len
+        return start, start + self._order.seq_len + 1
+
+    def _read(self, samples: Int64Array, addresses: list[Address]) -> Batch:
+        inputs = np.empty((len(addresses), self._order.seq_len), np.int64)
+        targets = np.empty_like(inputs)
+        for row, address in enumerate(addresses):
+            window = self._streams[address.source].read(*self._span(address))
+            inputs[row] = window[:-1]
+            targets[row] = window[1:]
+        return Batch(inputs, targets, samples)
+
+
+class _Prefetcher(threading.Thread):
+    """Fills a queue of bounded length from `_Rows` until it is stopped or an error ends it."""
+
+    def __init__(self, rows: _Rows, prefetch: int) -> None:
+        super().__init__(name="batch-prefetch", daemon=True)
+        self._rows = rows
+        self._ready: queue.Queue[Batch | BaseException] = queue.Queue()
+        self._places = threading.Semaphore(prefetch)
+        self._stopped = False
+
+    def run(self) -> None:
+        batches = self._rows.batches()
+        while True:
+            self._places.acquire()
+            if self._stopped:
+                return
+            try:
+                batch = next(batches)
+            except BaseException as error:  # whatever it is, the thread that asked for the batch must hear of it
+                self._ready.put(error)
+                return
+            self._ready.put(batch)
+
+    def take(self) -> Batch:
+        found = self._ready.get()
+        if isinstance(found, BaseException):
+            self._ready.put(found)
+            raise found
+        self._places.release()
+        return found
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._places.release()
+        if threading.current_thread() is not self:
+            self.join(_CLOSE_SECONDS)
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+@dataclass(frozen=True)
+class Scored:
+    """How much of a stream an evaluation scores, and the UTF-8 bytes of source text that stand for it."""
+
+    windows: int
+    tokens: int
+    text_bytes: float
+    is_exact: bool
+
+
+def evaluation_size(tokens: int, text_bytes: int, seq_len: int, max_tokens: int | None = None) -> Scored:
+    """What `evaluation_batches` scores of a stream of `tokens` tokens from `text_bytes` bytes of source text.
+
+    Uncut, each token once (every EOS too), so nats / text_bytes is exact. Cut by `max_tokens`, max_tokens // seq_len
+    whole windows evenly spread over the stream; the shards keep no bytes per window, so text_bytes is then in
+    proportion to the tokens, an estimate, and `is_exact` is False. ValueError: a stream without tokens, or
+    max_tokens below one window.
+    """
+    if tokens < 1 or seq_len < 1:
+        raise ValueError(f"{tokens} tokens in windows of {seq_len}: there is nothing to evaluate")
+    windows = -(-tokens // seq_len)
+    if max_tokens is None or max_tokens >= tokens:
+        return Scored(windows, tokens, float(text_bytes), True)
+    if max_tokens < seq_len:
+        raise ValueError(f"evaluation.max_tokens is {max_tokens:,}, less than one window of {seq_len:,} tokens")
+    windows = max_tokens // seq_len
+    return Scored(windows, windows * seq_len, text_bytes * windows * seq_len / tokens, False)
+
+
+def evaluation_batches(
+    stream: Stream,
+    seq_len: int,
+    batch_size: int,
+    eos_id: int,
+    rank: int,
+    world_size: int,
+    max_tokens: int | None = None,
+) -> Iterator[tuple[Int64Array, Int64Array]]:
+    """(inputs, targets) of one rank, int64 (batch_size, seq_len) each; the targets of all ranks are the stream, once.
+
+    One EOS before the stream is the context of its first token: window k has targets [kT, kT+T) and the tokens before
+    them as inputs. Behind the stream's end, targets are -100 and inputs EOS. Every rank gets the same number of
+    batches, the last ones all -100 where windows run out. With `max_tokens` see `evaluation_size`.
+    """
+    chosen = evaluation_size(stream.tokens, 0, seq_len, max_tokens).windows
+    total = -(-stream.tokens // seq_len)
+    if not 0 <= rank < world_size or batch_size < 1:
+        raise ValueError(f"rank {rank} of {world_size} with a batch_size of {batch_size} is not possible")
+
+    def span(number: int) -> tuple[int, int]:
+        start = number * total // chosen * seq_len
+        return max(0, start - 1), min(start + seq_len, stream.tokens)
+
+    def rows(batch: int) -> list[int]:
+        first = (batch * world_size + rank) * batch_size
+        return list(range(first, min(first + batch_size, chosen)))
+
+    def batches() -> Iterator[tuple[Int64Array, Int64Array]]:
+        for batch in range(-(-chosen // (world_size * batch_size))):
+            for number in rows(batch + 1):
+                stream.will_need(*span(number))
+            inputs = np.full((batch_size, seq_len), eos_id, np.int64)
+            targets = np.full((batch_size, seq_len), IGNORED_TARGET, np.int64)
+            for row, number in enumerate(rows(batch)):
+                tokens = stream.read(*span(number))
+                scored = tokens if number == 0 else tokens[1:]
+                targets[row, : len(scored)] = scored
+                context = tokens[:-1]
+                begin = 1 if number == 0 else 0
+                inputs[row, begin : begin + len(context)] = context
+            yield inputs, targets
+
+    return batches()

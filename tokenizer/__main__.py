@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import signal
 import sys
@@ -17,7 +18,7 @@ from typing import Annotated
 import typer
 
 from tokenizer.codec import Codec, TokenizerError
-from tokenizer.report import SourceReport, report, total
+from tokenizer.report import report, table, total
 from tokenizer.sample import Weighted, check_weight
 from tokenizer.train import DEFAULT_SAMPLE_BYTES, train
 
@@ -129,7 +130,7 @@ def encode(
     if (text is None) == (file is None):
         raise TokenizerError("give either TEXT or --file, not both")
     codec = Codec.load(folder)
-    ids = codec.encode(_read_text(file) if text is None and file is not None else text or "", bos=bos, eos=eos)
+    ids = codec.encode(_read_text(file) if file is not None else text or "", bos=bos, eos=eos)
     if as_json:
         print(json.dumps({"ids": ids, "pieces": [codec.piece(token_id) for token_id in ids]}, ensure_ascii=False))
     else:
@@ -155,7 +156,7 @@ def decode(
         raise TokenizerError("give either IDS or --file, not both")
     codec = Codec.load(folder)
     words = (" ".join(ids) if ids else _read_text(file) if file is not None else "").split()
-    wrong = next((word for word in words if not word.isdecimal()), None)
+    wrong = next((word for word in words if not word.isdecimal() or len(word) > 20), None)
     if wrong is not None:
         raise TokenizerError(
             f"{wrong[:40]!r} is not an id; give numbers from 0 to {codec.vocab_size - 1}, separated by spaces"
@@ -196,7 +197,7 @@ def report_command(
         document = {"fingerprint": codec.fingerprint, "sources": figures, "all": whole.figures()}
         print(json.dumps(document, ensure_ascii=False))
         return
-    _print_table([*reports, whole] if len(reports) > 1 else reports)
+    print(table([*reports, whole] if len(reports) > 1 else reports))
     if whole.space_mark_documents:
         print(f"U+2581 stands in {whole.space_mark_documents} documents and comes back as a space")
     _print_dropped(sources)
@@ -281,44 +282,6 @@ def _reasons(dropped: Counter[str]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
 
 
-def _print_table(reports: list[SourceReport]) -> None:
-    head = [
-        "source",
-        "documents",
-        "MB",
-        "bytes/token",
-        "tokens/word",
-        "tokens/char",
-        "byte fallback",
-        "vocabulary used",
-        "changed",
-    ]
-    rows = [head]
-    for one in reports:
-        figures = one.figures()
-        rows.append(
-            [
-                one.name,
-                str(one.documents),
-                f"{one.text_bytes / 1e6:.2f}",
-                *(
-                    _number(figures[key], ".3f")
-                    for key in ("bytes_per_token", "tokens_per_word", "tokens_per_character")
-                ),
-                *(_number(figures[key], ".2%") for key in ("byte_fallback_rate", "vocabulary_used")),
-                str(one.round_trip_failures),
-            ]
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        print("  ".join([row[0].ljust(widths[0]), *cells]))
-
-
-def _number(value: object, form: str) -> str:
-    return format(value, form) if isinstance(value, float) else "-"
-
-
 def _read_text(file: Path) -> str:
     raw = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
     try:
@@ -384,6 +347,9 @@ def main() -> None:
     """Run a verb; every error that a user can cause is one line on stderr and exit code 2."""
     _refuse_impostors()
     from data_pipeline.corpus import CorpusError
+
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names and pieces may hold what it can't show
+        sys.stdout.reconfigure(errors="backslashreplace")
 
     try:
         app(sys.argv[1:] or ["--help"], standalone_mode=False)

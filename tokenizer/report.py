@@ -101,6 +101,47 @@ def total(reports: Sequence[SourceReport]) -> SourceReport:
     )
 
 
+def table(reports: Sequence[SourceReport]) -> str:
+    """The figures as aligned columns, a source a line."""
+    head = [
+        "source",
+        "documents",
+        "MB",
+        "bytes/token",
+        "tokens/word",
+        "tokens/char",
+        "byte fallback",
+        "vocabulary used",
+        "changed",
+    ]
+    rows = [head]
+    for one in reports:
+        figures = one.figures()
+        rows.append(
+            [
+                one.name,
+                str(one.documents),
+                f"{one.text_bytes / 1e6:.2f}",
+                *(
+                    _number(figures[key], ".3f")
+                    for key in ("bytes_per_token", "tokens_per_word", "tokens_per_character")
+                ),
+                *(_number(figures[key], ".2%") for key in ("byte_fallback_rate", "vocabulary_used")),
+                str(one.round_trip_failures),
+            ]
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
+    return "\n".join(lines)
+
+
+def _number(value: object, form: str) -> str:
+    return format(value, form) if isinstance(value, float) else "-"
+
+
 def _batches(texts: Iterable[str]) -> Iterable[list[str]]:
     batch: list[str] = []
     characters = 0

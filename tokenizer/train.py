@@ -82,7 +82,7 @@ def train(
     """Train on a seeded sample of at most `sample_bytes` of the texts and publish the tokenizer as the folder `out`.
 
     A bare str counts once, a `Weighted` its weight. `character_coverage` (0.98 to 1) is the share of characters in
-    the text that get a piece of their own; absent, it is 0.9995 or what lets the alphabet take a third of the
+    the text that get a piece of their own; absent, it is 0.9995 or what lets the alphabet take two fifths of the
     learnable pieces (so that a small vocabulary keeps room for Chinese words beside Chinese characters), but never
     below 0.98. `threads` changes the time, not the result. `provenance` goes into the description as it is when the
     texts have ended, so that the reader of the texts may fill it.
@@ -157,7 +157,7 @@ def train(
     description["fingerprint"] = codec.fingerprint
     files = {
         MODEL_FILE: model,
-        DESCRIPTION_FILE: json.dumps(description, indent=2, ensure_ascii=False).encode("utf-8") + b"\n",
+        DESCRIPTION_FILE: json.dumps(description, indent=2).encode("ascii") + b"\n",
     }
     publish(files, out, overwrite=overwrite)
     return TrainReport(

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tokenizer.__main__ import main
 from tokenizer.codec import Codec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,6 +68,13 @@ def test_the_whole_chain_on_files(texts: list[str], tmp_path: Path) -> None:
     assert b"null_text" in table.stdout
 
 
+def test_file_names_that_are_not_unicode_do_no_harm(texts: list[str], tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.txt")
+    (tmp_path / name).write_text(texts[0], encoding="utf-8")
+    assert run("train", "--input", tmp_path / name, "--vocab-size", 400, "--out", tmp_path / "t").returncode == 0
+    assert run("report", tmp_path / "t", "--input", tmp_path / name).returncode == 0
+
+
 def test_encode_and_decode_on_the_command_line(tokenizer_folder: Path, codec: Codec) -> None:
     encoded = json.loads(run("encode", tokenizer_folder, "</s> 道", "--bos", "--eos", "--json").stdout)
     assert encoded["ids"] == codec.encode("</s> 道", bos=True, eos=True)
@@ -89,24 +99,44 @@ ERRORS: dict[str, tuple[list[str], str]] = {
     "no file": (["encode", "{tokenizer}", "--file", "{tmp}/absent"], "absent"),
     "no id": (["decode", "{tokenizer}", "12", "x"], "not an id"),
     "id too large": (["decode", "{tokenizer}", "99999"], "outside the vocabulary"),
+    "id much too large": (["decode", "{tokenizer}", "9" * 5000], "not an id"),
     "nothing to report on": (["report", "{tokenizer}", "--input", "{tmp}/empty.txt"], "no text"),
 }
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors_are_one_line_and_exit_code_2(name: str, tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_errors_are_one_line_and_exit_code_2(
+    name: str,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     (tmp_path / "a.txt").write_text("a few words")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
     before = sorted(tmp_path.iterdir())
     arguments, message = ERRORS[name]
-    done = run(*(argument.format(tmp=tmp_path, tokenizer=tokenizer_folder) for argument in arguments))
-    lines = done.stderr.decode().splitlines()
-    assert (done.returncode, len(lines), done.stdout) == (2, 1, b""), done.stderr.decode()
+    filled = [argument.format(tmp=tmp_path, tokenizer=tokenizer_folder) for argument in arguments]
+    monkeypatch.setattr(sys, "argv", ["tokenizer", *filled])
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            main()
+    finally:
+        signal.signal(signal.SIGINT, on_interrupt)
+    output = capfd.readouterr()
+    lines = output.err.splitlines()
+    assert (caught.value.code, len(lines), output.out) == (2, 1, ""), output.err
     assert lines[0].startswith("error: ")
     assert message in lines[0]
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_error_ends_the_process_with_code_2() -> None:
+    done = run("encode", "absent-folder", "text")
+    assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (2, b"", 1)
 
 
 def test_a_package_of_the_same_name_from_elsewhere_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A small real tokenizer and real text (the standard library's own sources, Chinese, odd characters) for this package."""
+"""A small real tokenizer and real text: the standard library's own sources, Chinese, odd characters."""
 
 import os
 from pathlib import Path

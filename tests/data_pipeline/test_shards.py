@@ -201,7 +201,6 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
             path.write_bytes(good[:place] + bytes([good[place] ^ (1 << rng.randrange(8))]) + good[place + 1 :])
             with pytest.raises(DataFormatError, match=path.name):
                 verify_shard(info, EOS)
-                check_shard(info, FINGERPRINT, 300, EOS)
         path.write_bytes(good)
     verify_shard(info, EOS)
 

@@ -1,0 +1,159 @@
+"""The command line: what it prints, and that bad input is one line and exit 2."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.__main__ import main
+from tests.data_pipeline.conftest import CHINESE, real_texts
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("input") / "pages.jsonl"
+    lines = [json.dumps({"text": text}) for text in [*real_texts(20), *(CHINESE * n for n in range(1, 20))]]
+    path.write_text("\n".join([*lines, '{"text": null}']) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def collection(tmp_path_factory: pytest.TempPathFactory, corpus_file: Path, tokenizer_folder: Path) -> Path:
+    """Made by a real process, from another working directory."""
+    out = tmp_path_factory.mktemp("made") / "c"
+    done = subprocess.run(
+        [sys.executable, "-m", "data_pipeline", "prepare", "--input", f"en={corpus_file}", f"again={corpus_file}",
+         "--tokenizer", str(tokenizer_folder), "--out", str(out), "--workers", "2", "--validation-fraction", "0.2",
+         "--unit-bytes", "50000"],
+        capture_output=True, text=True, check=False, cwd=out.parent, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "en: 1 dropped: null_text" in done.stdout
+    assert "MB/s" in done.stdout
+    return out
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
+) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of the command line, in this process."""
+    monkeypatch.setattr(sys, "argv", ["data_pipeline", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    captured = capsys.readouterr()
+    return int(ended.value.code or 0), captured.out, captured.err
+
+
+def test_a_second_run_finds_it_complete(
+    collection: Path, corpus_file: Path, tokenizer_folder: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    arguments = ["prepare", f"en={corpus_file}", f"again={corpus_file}", "--tokenizer", tokenizer_folder,
+                 "--out", collection, "--validation-fraction", 0.2, "--unit-bytes", 50000]  # fmt: skip
+    code, out, _ = run(monkeypatch, capsys, *arguments)
+    assert code == 0
+    assert "complete already" in out
+    code, out, _ = run(monkeypatch, capsys, *arguments, "--json")
+    report = json.loads(out)
+    assert (code, report["units_done_before"]) == (0, report["units"])
+    assert report["sources"]["en"]["dropped"] == {"null_text": 1}
+    assert report["sources"]["en"]["train"]["documents"] + report["sources"]["en"]["validation"]["documents"] == 39
+
+
+def test_verify_says_ok_or_names_file_and_fault(
+    collection: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in ([collection], [collection, "--full"]):
+        code, out, _ = run(monkeypatch, capsys, "verify", *arguments)
+        assert (code, "ok: " in out) == (0, True)
+    _, out, _ = run(monkeypatch, capsys, "verify", collection, "--full", "--json")
+    assert json.loads(out)["ok"] is True
+    copy = tmp_path / "c"
+    shutil.copytree(collection, copy)
+    shard = copy / "en" / "train-00000.bin"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:5000] + b"\xff\x00" + content[5002:])
+    assert run(monkeypatch, capsys, "verify", copy)[0] == 0
+    code, _, err = run(monkeypatch, capsys, "verify", copy, "--full")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"error: {shard}: token block 0 is damaged")
+    shard.write_bytes(content[:-2])
+    code, _, err = run(monkeypatch, capsys, "verify", copy)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"error: {shard}: ")
+
+
+def test_inspect_shows_sums_documents_and_windows(
+    collection: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(monkeypatch, capsys, "inspect", collection)
+    assert (code, "again" in out, "validation" in out) == (0, True, True)
+    chosen = ["inspect", collection, "--source", "en"]
+    code, out, _ = run(monkeypatch, capsys, *chosen, "--split", "validation", "--document", 0, "--json")
+    (segment,) = json.loads(out)["segments"]
+    assert segment["ended"] is True
+    code, out, _ = run(monkeypatch, capsys, *chosen, "--split", "validation", "--document", 0)
+    assert (code, segment["text"] in out, "end of document" in out) == (0, True, True)
+    code, out, _ = run(monkeypatch, capsys, *chosen, "--window", 2, "--seq-len", 64, "--json")
+    assert sum(segment["tokens"] for segment in json.loads(out)["segments"]) == 65
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["verify", "{tmp}/nothing"], "no such folder"),
+        (["verify", "{tmp}"], "manifest.json"),
+        (["inspect", "{made}", "--document", "0"], "which source"),
+        (["inspect", "{made}", "--source", "fr", "--document", "0"], "no source 'fr'"),
+        (["inspect", "{made}", "--source", "en", "--document", "100000"], "does not exist"),
+        (["inspect", "{made}", "--source", "en", "--split", "test", "--window", "0"], "no split"),
+        (["inspect", "{made}", "--source", "en", "--document", "0", "--window", "0"], "not both"),
+        (["prepare", "--tokenizer", "{tok}", "--out", "{tmp}/o"], "no input"),
+        (["prepare", "{tmp}/none.txt", "--tokenizer", "{tok}", "--out", "{tmp}/o"], "no such file"),
+        (["prepare", "{file}", "--tokenizer", "{tmp}/none", "--out", "{tmp}/o"], "no such tokenizer"),
+        (["prepare", "{file}", "--tokenizer", "{tok}", "--out", "{tmp}/o", "--validation-fraction", "2"], "fraction"),
+        (
+            ["prepare", "{file}", "--tokenizer", "{tok}", "--out", "{tmp}/o", "--min-chars", "9", "--max-chars", "3"],
+            "9",
+        ),
+        (["prepare", "{file}", "--tokenizer", "{tok}", "--out", "{file}/o"], "Not a directory"),
+        (["prepare", "{file}", "--tokenizer", "{tok}", "--out", "{made}"], "was begun with"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(
+    arguments: list[str], words: str, collection: Path, corpus_file: Path, tokenizer_folder: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    places = {"tmp": tmp_path, "made": collection, "tok": tokenizer_folder, "file": corpus_file}
+    code, out, err = run(monkeypatch, capsys, *(argument.format(**places) for argument in arguments))
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith("error: ")
+    assert words in err
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("verb", ["prepare", "verify", "inspect"])
+def test_help_ends_with_examples(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(monkeypatch, capsys, verb, "--help")
+    assert code == 0
+    assert f"python -m data_pipeline {verb} " in out.rpartition("Examples:")[2]
+
+
+def test_an_impostor_of_a_sibling_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "__init__.py").write_text("")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "data_pipeline" / "__main__.py"), "verify", "x"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert str(tmp_path) in done.stderr

@@ -262,6 +262,8 @@ def _read_toml(recipe: Path) -> dict[str, Any]:
 
 
 def _apply_override(table: dict[str, Any], override: str) -> None:
+    if not override.isprintable():
+        raise RecipeError(f"--set {override!r}: write it on one line, without control characters")
     key, equals, text = override.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path):

@@ -1,0 +1,192 @@
+"""Real processes stand in for the launcher here; the launcher itself is run by the tests of whole runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.local import Launch, LaunchError, added_environment, devices, free_port, narrow, read_status, run, verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def command(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "launch", "run", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", **environment},
+    )
+
+
+def test_a_dry_run_says_what_would_run_and_starts_nothing(tmp_path):
+    directory = tmp_path / "run"
+    done = command(
+        "pretrain/recipes/debug.toml", "--ranks", "2", "--run", str(directory), "--set", "seed=3", "--dry-run", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    argv = report["argv"]
+    assert argv[0] == str(Path(sys.executable).parent / "deepspeed")
+    assert argv[1:3] == ["--num_gpus", "2"]
+    assert argv[3] == "--master_port"
+    assert argv[5:] == [
+        *("--module", "pretrain", "run", "pretrain/recipes/debug.toml"),
+        *("--run", str(directory), "--resume", "auto", "--set", "seed=3"),
+    ]
+    assert report["world_size"] == 2
+    assert report["global_batch_size"] == 16
+    assert report["micro_batch_size"] * report["gradient_accumulation_steps"] * 2 == 16
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["nowhere.toml"], "no such recipe file"),
+        (["pretrain/recipes/debug.toml", "--ranks", "3"], "use 12 or 24"),
+        (["pretrain/recipes/debug.toml", "--ranks", "0"], "--ranks 0"),
+        (["pretrain/recipes/debug.toml", "--set", "seeed=3"], "did you mean seed"),
+        (["pretrain/recipes/debug.toml", "--json"], "--dry-run"),
+    ],
+)
+def test_bad_input_is_one_error_line_before_anything_starts(arguments, says, tmp_path):
+    directory = tmp_path / "run"
+    done = command(*arguments, "--run", str(directory))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not directory.exists()
+
+
+def test_cores_are_shared_out_on_a_cpu():
+    cores = len(os.sched_getaffinity(0))
+    assert added_environment(False, 1, {}) == {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(cores)}
+    assert added_environment(False, 10**6, {})["OMP_NUM_THREADS"] == "1"
+    assert added_environment(False, 1, {"OMP_NUM_THREADS": "7", "DS_ACCELERATOR": "cpu"}) == {}
+    assert added_environment(True, 1, {}) == {}
+
+
+def test_the_chosen_gpus_are_the_visible_ones():
+    assert narrow(4, None) == (0, 1, 2, 3)
+    assert narrow(4, "2,3") == (2, 3)
+    assert narrow(4, "") == narrow(4, "-1") == ()
+    with pytest.raises(LaunchError, match="by number"):
+        narrow(4, "GPU-0a1b")
+    assert devices((0, 1, 2, 3), 2) == ["--num_gpus", "2"]
+    assert devices((2, 3), 2) == ["--include", "localhost:2,3"]
+    assert devices((), 2) == ["--num_gpus", "2"]
+
+
+def test_ports_are_free_to_take():
+    assert 0 < free_port() < 65536
+
+
+@pytest.mark.parametrize(
+    "code, before, status, expected",
+    [
+        (0, 0, {"state": "finished", "attempt": 1}, 0),
+        (1, 0, {"state": "stopped", "attempt": 1}, 0),  # the launcher calls a stop by signal a failure
+        (0, 0, {"state": "running", "attempt": 1}, 1),  # and the death of a rank by signal a success
+        (0, 0, {}, 1),
+        (0, 1, {"state": "finished", "attempt": 1}, 1),  # an older attempt's end
+        (7, 0, {"state": "running", "attempt": 1}, 7),
+        (-9, 0, {"state": "running", "attempt": 1}, 1),
+    ],
+)
+def test_the_truth_is_what_the_first_rank_wrote(code, before, status, expected, capsys):
+    assert verdict(code, before, status, Path("runs/x")) == expected
+    assert (capsys.readouterr().err == "") is (expected == 0)
+
+
+def test_a_damaged_status_is_an_error(tmp_path):
+    (tmp_path / "status.json").write_text("{")
+    with pytest.raises(LaunchError, match="not valid JSON"):
+        read_status(tmp_path)
+    assert read_status(tmp_path / "none") == {}
+
+
+# A launcher that dies at once on SIGTERM, as DeepSpeed's runner does, and a rank that saves first and then stops.
+RANK = """
+import json, pathlib, signal, sys, time
+status = pathlib.Path(sys.argv[1]) / "status.json"
+def stop(number, frame):
+    time.sleep(0.5)
+    status.write_text(json.dumps({"state": "stopped", "attempt": 1}))
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+status.write_text(json.dumps({"state": "running", "attempt": 1}))
+time.sleep(60)
+"""
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[2], sys.argv[1]])"
+CALLER = """
+import os, sys
+from pathlib import Path
+from launch.local import Launch, run
+argv = (sys.executable, "-c", sys.argv[2], sys.argv[1], sys.argv[3])
+sys.exit(run(Launch(argv, {"MARK": sys.argv[1]}, Path(sys.argv[1]), 1, {}), os.environ))
+"""
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def marked(directory):
+    """Living processes whose environment carries this test's mark."""
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"MARK={directory}".encode() in environ.read_bytes().split(b"\0"):
+                found.append(int(environ.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_ranks_save_and_leaves_no_orphans(tmp_path, number):
+    caller = subprocess.Popen([sys.executable, "-c", CALLER, str(tmp_path), LAUNCHER, RANK], cwd=ROOT)
+    wait_for((tmp_path / "status.json").exists)
+    time.sleep(0.1)
+    caller.send_signal(number)
+    assert caller.wait(timeout=20) == 0
+    assert read_status(tmp_path)["state"] == "stopped"
+    assert marked(tmp_path) == []
+
+
+def test_a_second_signal_ends_everything_at_once(tmp_path):
+    stubborn = RANK.replace("time.sleep(0.5)", "time.sleep(60)")
+    caller = subprocess.Popen(
+        [sys.executable, "-c", CALLER, str(tmp_path), LAUNCHER, stubborn], cwd=ROOT, stderr=subprocess.PIPE
+    )
+    wait_for((tmp_path / "status.json").exists)
+    time.sleep(0.1)
+    caller.terminate()
+    time.sleep(0.3)
+    caller.terminate()
+    assert caller.wait(timeout=20) == 1
+    assert caller.stderr is not None
+    assert b"a rank died" in caller.stderr.read()
+    wait_for(lambda: marked(tmp_path) == [])
+
+
+def test_a_rank_killed_by_a_signal_is_a_failure_even_if_the_launcher_says_zero(tmp_path, capfd):
+    status = json.dumps({"state": "running", "attempt": 1, "global_step": 3, "max_steps": 9})
+    rank = f"import os, pathlib; pathlib.Path('status.json').write_text({status!r}); os.kill(os.getpid(), 9)"
+    launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], cwd=sys.argv[2])"
+    argv = (sys.executable, "-c", launcher, rank, str(tmp_path))
+    assert run(Launch(argv, {}, tmp_path, 1, {}), os.environ) == 1
+    assert "step 3 of 9" in capfd.readouterr().err

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+from pydantic import ValidationError
+
+from pretrain.config import PROJECT_ROOT, RecipeError, from_root, load_recipe, parse_recipe, to_toml
+from tests.pretrain.recipe import TEXT, recipe
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "recipe.toml"
+    file.write_text(TEXT)
+    return file
+
+
+def refused(path, *overrides):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_defaults_then_preset_then_file_then_override(path):
+    config = load_recipe(path)
+    assert config.optimizer.beta2 == 0.95  # a default
+    assert config.model.d_model == 512  # the preset's
+    assert config.schedule.max_steps == 100  # the file's
+    changed = load_recipe(path, ["schedule.max_steps=200", "model.seq_len=64", "schedule.max_steps=300", "seed=7"])
+    assert (changed.schedule.max_steps, changed.model.seq_len, changed.seed) == (300, 64, 7)
+
+
+def test_every_value_survives_the_way_through_toml(path):
+    stages = 'data.stages=[{from_tokens=0,weights={en=1,"z h"=0.25}},{from_tokens=10240,weights={en=0.5}}]'
+    config = load_recipe(
+        path, [stages, 'data.path="a \\"quoted\\" \\u007f 数据 path"', "optimizer.gradient_clipping=off", "seed=0"]
+    )
+    assert parse_recipe(tomllib.loads(to_toml(config))) == config
+    assert 'gradient_clipping = "off"' in to_toml(config)
+    assert "max_tokens" not in to_toml(config)  # absent stays absent
+
+
+@pytest.mark.parametrize(
+    "override, value",
+    [
+        ("data.path=runs/x.y", "runs/x.y"),
+        ('data.path="two words"', "two words"),
+        ("data.path=0.5b", "0.5b"),
+    ],
+)
+def test_bare_words_are_strings(path, override, value):
+    assert load_recipe(path, [override]).data.path == value
+
+
+def test_a_recipe_cannot_be_changed(path):
+    config = load_recipe(path)
+    with pytest.raises(ValidationError):
+        config.schedule.max_steps = 3
+
+
+@pytest.mark.parametrize(
+    "override, names",
+    [
+        ("scheduel.peak_lr=1e-3", "did you mean schedule"),
+        ("schedule.peek_lr=1e-3", "did you mean schedule.peak_lr"),
+        ("optimizer.warmup_steps=3", "did you mean schedule.warmup_steps"),
+        ("model.d_modl=512", 'did you mean "d_model"'),
+        ("data.stages=[{from_tokens=0,weigths={en=1}}]", "did you mean data.stages.weights"),
+    ],
+)
+def test_unknown_keys_name_their_nearest_neighbour(path, override, names):
+    assert names in refused(path, override)
+
+
+@pytest.mark.parametrize(
+    "override, says",
+    [
+        ("schedule.peak_lr=-1", "schedule.peak_lr = -1: should be greater than 0"),
+        ("schedule.peak_lr=abc", "schedule.peak_lr = 'abc': should be a valid number"),
+        ("schedule.peak_lr=nan", "finite"),
+        ("schedule.min_lr=0.1", "lower min_lr"),
+        ("schedule.warmup_steps=100", "shorten the warm-up"),
+        ("batch.micro_batch_size=4.0", "batch.micro_batch_size = 4.0: should be a valid integer"),
+        ("batch.micro_batch_size=true", "should be a valid integer"),
+        ("batch.micro_batch_size=0", "greater than 0"),
+        ("optimizer.gradient_clipping=0", 'positive number, or "off"'),
+        ("optimizer.gradient_clipping=inf", 'positive number, or "off"'),
+        ("optimizer.gradient_clipping=true", 'positive number, or "off"'),
+        ("optimizer.beta1=1.0", "less than 1"),
+        ("precision.master=fp16", "'fp32' or 'bf16'"),
+        ("model.preset=1b", "presets"),
+        ("model.n_kv_heads=3", "n_heads"),
+        ("logging.tensorboard=1", "valid boolean"),
+        ("data.path=3", "valid string"),
+        ("data.stages=[{from_tokens=1024,weights={en=1}}]", "start at 0"),
+        ("data.stages=[{from_tokens=0,weights={en=1}},{from_tokens=0,weights={en=1}}]", "increase"),
+        ("data.stages=[{from_tokens=0,weights={en=1}},{from_tokens=1500,weights={en=1}}]", "use 1024 or 2048"),
+        ("data.stages=[{from_tokens=0,weights={en=0}}]", "above 0"),
+        ("data.stages=[{from_tokens=0,weights={en=-1}}]", "data.stages.0.weights.en = -1"),
+        ("schedule=3", "schedule is a table"),
+        ("schedule={peak_lr=1}", "one --set for each key"),
+        ("seed.x=1", "seed"),
+        ("schedule.peak_lr", "table.key=VALUE"),
+        ("schedule.peak_lr=", "neither TOML nor a bare word"),
+        ("data.path=two words", "quote it"),
+        ("data.path=1\nseed = 3", "on one line"),
+    ],
+)
+def test_bad_values_are_one_line_with_the_remedy(path, override, says):
+    assert says in refused(path, override)
+
+
+def test_fp32_compute_has_no_bf16_state():
+    with pytest.raises(RecipeError, match='set master and accumulate to "fp32"'):
+        recipe(precision={"compute": "fp32", "master": "bf16"})
+
+
+def test_missing_values_and_files_are_named(path, tmp_path):
+    path.write_text(TEXT.replace("max_steps = 100\n", ""))
+    assert "schedule.max_steps is missing" in refused(path)
+    assert "pretrain/recipes/mini.toml" in refused(tmp_path / "mni.toml")
+    path.write_text("[model\n")
+    assert "not valid TOML" in refused(path)
+    path.write_bytes(b"seed = 1 # \xff\n")
+    assert "not UTF-8 at byte 11" in refused(path)
+
+
+def test_paths_count_from_the_project_root(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert from_root("ds_configs/zero2.json") == PROJECT_ROOT / "ds_configs" / "zero2.json"
+    assert from_root(str(tmp_path)) == tmp_path

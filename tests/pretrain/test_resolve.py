@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import ast
+import copy
+import importlib.util
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from pretrain.config import RecipeError, from_root
+from pretrain.engine import JSON_KEYS, RECIPE_OWNS, ZERO_KEYS, read_json, resolve
+from tests.pretrain.recipe import recipe
+
+JSONS = [read_json(from_root(f"ds_configs/zero{stage}.json")) for stage in range(4)]
+REFUSED = {(0, "fp32", "fp32"), (0, "bf16", "bf16"), (0, "bf16", "fp32"), (1, "bf16", "fp32")}
+
+
+@pytest.mark.parametrize("stage, master, accumulate", list(product(range(4), ("fp32", "bf16"), ("fp32", "bf16"))))
+def test_every_stage_and_precision_is_resolved_or_refused(stage, master, accumulate):
+    config = recipe(precision={"master": master, "accumulate": accumulate})
+    before = copy.deepcopy(JSONS[stage])
+    if (stage, master, accumulate) in REFUSED:
+        with pytest.raises(RecipeError, match=f"ZeRO-{stage}"):
+            resolve(JSONS[stage], config, 2)
+        return
+    resolved = resolve(JSONS[stage], config, 2)
+    assert resolved["zero_optimization"] == before["zero_optimization"]
+    assert resolved["zero_optimization"] is not JSONS[stage]["zero_optimization"]
+    assert resolved["train_batch_size"] == 32
+    assert resolved["train_micro_batch_size_per_gpu"] == 4
+    assert resolved["gradient_accumulation_steps"] == 4
+    assert resolved["gradient_clipping"] == 1.0
+    assert resolved["data_types"] == {"grad_accum_dtype": accumulate}
+    assert resolved["bf16"] == {
+        "enabled": True,
+        "bf16_master_weights_and_grads": master == "bf16",
+        "bf16_optimizer_states": master == "bf16",
+    }
+    assert "auto" not in json.dumps(resolved)
+    assert JSONS[stage] == before
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_fp32_compute_runs_at_every_stage(stage):
+    resolved = resolve(JSONS[stage], recipe(precision={"compute": "fp32"}), 1)
+    assert resolved["bf16"]["enabled"] is False
+    assert resolved["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+def test_clipping_off_is_said_aloud():
+    config = recipe(optimizer={"gradient_clipping": "off"})
+    assert resolve({"zero_optimization": {"stage": 2}}, config, 1)["gradient_clipping"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "ds_json, says",
+    [
+        ({}, "zero_optimization.stage = 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": True}}, "not True"),
+        ({"zero_optimization": {"stage": 4}}, "not 4"),
+        ({"zero_optimization": {"stage": 2}, "zero_optimisation": {}}, "did you mean zero_optimization"),
+        ({"zero_optimization": {"stage": 2, "reduce_bucketsize": 1}}, "did you mean reduce_bucket_size"),
+        ({"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1}}, "does nothing at stage 2"),
+        ({"zero_optimization": {"stage": 2}, "train_batch_size": 32}, "batch.global_batch_size"),
+        ({"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}, "optimizer.gradient_clipping"),
+        ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, "precision.compute"),
+        ({"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}}, "precision.accumulate"),
+        ({"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {}}}, "belongs to the recipe"),
+    ],
+)
+def test_what_is_unknown_or_owned_twice_is_refused(ds_json, says):
+    with pytest.raises(RecipeError, match=says) as caught:
+        resolve(ds_json, recipe(), 1)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    with pytest.raises(RecipeError, match="4 × 3 = 12: use 24 or 36"):
+        resolve(JSONS[2], recipe(), 3)
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [("{", "not valid JSON"), ("[]", "one JSON object"), ('{"bf16": "auto", "bf16": "auto"}', "stands there twice")],
+)
+def test_an_unreadable_json_is_one_line(tmp_path, text, says):
+    file = tmp_path / "zero.json"
+    file.write_text(text)
+    with pytest.raises(RecipeError, match=says):
+        read_json(file)
+
+
+def test_a_missing_json_names_the_ones_there_are(tmp_path):
+    with pytest.raises(RecipeError, match="ds_configs"):
+        read_json(tmp_path / "none.json")
+
+
+def deepspeed_source(relative: str) -> str:
+    spec = importlib.util.find_spec("deepspeed")
+    assert spec is not None
+    assert spec.origin is not None
+    return (Path(spec.origin).parent / relative).read_text()
+
+
+def test_the_keys_are_those_of_the_installed_deepspeed():
+    tree = ast.parse(deepspeed_source("runtime/zero/config.py"))
+    (model,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "DeepSpeedZeroConfig")
+    names = set()
+    for node in model.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            aliases = [k.value.value for k in getattr(node.value, "keywords", ()) if k.arg == "alias"]
+            names |= set(aliases or [node.target.id])
+    assert names >= ZERO_KEYS
+    sources = "".join(
+        deepspeed_source(f"{path}.py")
+        for path in (
+            "runtime/config",
+            "runtime/constants",
+            "runtime/precision_config",
+            "runtime/zero/config",
+            "runtime/activation_checkpointing/config",
+            "monitor/config",
+            "comm/config",
+            "comm/constants",
+            "profiling/constants",
+            "utils/config",
+        )
+    )
+    missing = [key for key in JSON_KEYS | RECIPE_OWNS.keys() if f'"{key}"' not in sources and f"'{key}'" not in sources]
+    assert missing == []

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Annotated
@@ -121,13 +122,35 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Held-out loss, perplexity and bits per byte of each source, beside the uniform and the unigram baseline."""
-    from pretrain.evaluate import evaluate_checkpoint, render
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.table import Table
 
-    scores = evaluate_checkpoint(checkpoint, data, batch_size=batch_size, max_tokens=max_tokens)
+    from pretrain.evaluate import evaluate_checkpoint
+
+    columns = TextColumn("{task.fields[rate]}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    started = time.monotonic()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("evaluate", total=None, rate="")
+
+        def show(done: int, total: int) -> None:
+            rate = done / (time.monotonic() - started)
+            progress.update(task, completed=done, total=total, rate=f"{rate:,.0f} tokens/s")
+
+        scores = evaluate_checkpoint(checkpoint, data, batch_size=batch_size, max_tokens=max_tokens, on_tokens=show)
     if as_json:
         print(json.dumps({source: score.to_dict() for source, score in scores.items()}, indent=2))
-    else:
-        print(render(scores))
+        return
+    table = Table("source", "tokens", "loss", "perplexity", "bits/byte", "unigram", "uniform", "below unigram")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for source, score in scores.items():
+        bits = f"{score.bits_per_byte:.4f}" if score.bytes_exact else f"about {score.bits_per_byte:.3f}"
+        figures = (score.loss, score.perplexity, score.unigram, score.uniform, score.unigram - score.loss)
+        loss, perplexity, unigram, uniform, gain = (f"{figure:.4f}" for figure in figures)
+        table.add_row(source, f"{score.tokens:,}", loss, perplexity, bits, unigram, uniform, gain)
+    Console().print(table)
+    print("loss, unigram and uniform in nats per token; bits per UTF-8 byte of the source text")
 
 
 @app.command(
@@ -156,7 +179,11 @@ def generate(
         top_p=top_p,
         seed=seed,
     ):
-        print(json.dumps({"prompt": prompt, "continuation": continuation}, ensure_ascii=False) if as_json else prompt + continuation)
+        print(
+            json.dumps({"prompt": prompt, "continuation": continuation}, ensure_ascii=False)
+            if as_json
+            else prompt + continuation
+        )
 
 
 def _refuse_impostors() -> None:

@@ -9,6 +9,7 @@ decides. DeepSpeed and torch are imported inside the functions that need them, s
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,8 +97,10 @@ RECIPE_OWNS: dict[str, str] = {
 def refusal(stage: int, compute: str, master: str, accumulate: str) -> str | None:
     """Why DeepSpeed 0.19 cannot hold this combination, with what to change; None when it can.
 
-    Two are refusals of the engine itself; the third is worse: it trains, but with other masters than asked for.
+    The ZeRO-0 ones are refusals of the engine itself; the ZeRO-1 one is worse: it trains, but with other masters.
     """
+    if compute == "fp32" and (master, accumulate) != ("fp32", "fp32"):
+        return 'fp32 compute keeps masters and gradients in fp32: set precision.master and accumulate to "fp32"'
     if stage == 0 and master == "bf16":
         return 'ZeRO-0 has no bf16 masters (stages 1, 2, 3 have): set precision.master = "fp32" or raise the stage'
     if stage == 0 and compute == "bf16" and accumulate == "fp32":
@@ -227,6 +230,10 @@ def process_group(device: torch.device) -> Iterator[None]:
     import deepspeed
     import torch.distributed as dist
 
+    # An operation for inference on CPUs, which DeepSpeed would otherwise compile here: a compiler and seconds, for nothing.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # DeepSpeed 0.19 calls collectives by names that torch 2.13 has begun to rename.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     deepspeed.init_distributed(
         dist_backend="nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False
     )

@@ -1,0 +1,249 @@
+"""Checkpoints: written aside, made durable, verified by hash, and only then named.
+
+    checkpoints/step-00001000/
+      engine/               DeepSpeed's own files, one or more a rank: masters, moments, weights
+      weights.safetensors   the whole model in the dtype it computes in, tied weights once: evaluate, generate, export
+      model.json            the ModelConfig of those weights
+      state.json            TrainState and the identity of the run (order of data, batch, ranks, ZeRO stage, precision)
+      rng-00000.pt …        torch's generator state, one a rank
+      manifest.json         written last: size and sha256 of every other file
+    checkpoints/latest      the name of the newest one
+
+Protocol of a save: all ranks write into `step-….partial`; each flushes and hashes its share of the files; the first
+rank writes the manifest, renames the folder, moves `latest`, then prunes. A kill anywhere leaves either the old
+`latest` or the new one, both whole. Loading verifies every hash and falls back to the newest whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from data_pipeline.order import difference
+from data_pipeline.shards import file_sha256, sync_folder
+from model.config import ModelConfig
+from pretrain.batching import BatchPlan
+from pretrain.run_directory import CheckpointError, RunDirectory, write_text
+from pretrain.runtime import Ranks
+
+if TYPE_CHECKING:
+    from model.transformer import Transformer
+    from pretrain.engine import TrainingEngine
+
+FORMAT = "zerohalf-checkpoint"
+FORMAT_VERSION = 1
+
+
+@dataclass
+class TrainState:
+    """Where a run is: all that the loop counts."""
+
+    global_step: int = 0
+    consumed_samples: int = 0
+    tokens_seen: int = 0
+
+    def advance(self, plan: BatchPlan) -> None:
+        self.global_step += 1
+        self.consumed_samples += plan.global_batch_size
+        self.tokens_seen += plan.tokens_per_step
+
+
+class Checkpoints:
+    """The checkpoints of one run. Its methods are called on all ranks together."""
+
+    def __init__(self, folder: Path, keep_last: int, ranks: Ranks, say: Callable[[str], None]) -> None:
+        self.folder = folder
+        self.keep_last = keep_last
+        self.ranks = ranks
+        self.say = say
+
+    def save(self, engine: TrainingEngine, state: TrainState, identity: Mapping[str, Any]) -> Path:
+        """Write a checkpoint of `state`; on return it is durable and `latest` names it."""
+        final = self.folder / f"step-{state.global_step:08d}"
+        partial = final.with_name(final.name + ".partial")
+        if self.ranks.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        self.ranks.barrier()
+        engine.save(partial / "engine")
+        torch.save(torch.get_rng_state(), partial / f"rng-{self.ranks.rank:05d}.pt")
+        weights = engine.gather_weights()
+        if self.ranks.is_first:
+            save_file(weights, partial / "weights.safetensors")
+            (partial / "model.json").write_text(json.dumps(engine.model_config.to_dict(), indent=2) + "\n")
+            (partial / "state.json").write_text(json.dumps({**asdict(state), **identity}, indent=2) + "\n")
+        del weights
+        self.ranks.barrier()
+        files = self._receipts(partial)
+        if self.ranks.is_first:
+            manifest = {"format": FORMAT, "version": FORMAT_VERSION, "global_step": state.global_step, "files": files}
+            write_text(partial / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+            if final.exists():  # a run resumed from before it, saving the same step again
+                shutil.rmtree(final)
+            partial.rename(final)
+            sync_folder(self.folder)
+            write_text(self.folder / "latest", final.name + "\n")
+            self._prune()
+        self.ranks.barrier()
+        return final
+
+    def _receipts(self, partial: Path) -> dict[str, dict[str, int | str]]:
+        """Flush and hash every file, each rank its share; the union, on every rank."""
+        paths = sorted(path for path in partial.rglob("*") if path.is_file())
+        mine = {}
+        for path in paths[self.ranks.rank :: self.ranks.world_size]:
+            mine[str(path.relative_to(partial))] = {"bytes": path.stat().st_size, "sha256": _hash_durable(path)}
+        if self.ranks.is_first:
+            for folder in {path.parent for path in paths}:
+                sync_folder(folder)
+        receipts: dict[str, dict[str, int | str]] = {}
+        for share in self.ranks.gather(mine):
+            receipts.update(share)
+        return dict(sorted(receipts.items()))
+
+    def _prune(self) -> None:
+        for old in self.steps()[: -self.keep_last]:
+            # Renamed first: a kill while deleting must not leave something that carries a checkpoint's name.
+            doomed = old.with_name(old.name + ".deleted")
+            old.rename(doomed)
+            shutil.rmtree(doomed)
+
+    def clear_leftovers(self) -> None:
+        """Remove what a killed save or prune left behind (first rank only)."""
+        if self.ranks.is_first and self.folder.exists():
+            for leftover in [*self.folder.glob("step-*.partial"), *self.folder.glob("step-*.deleted")]:
+                shutil.rmtree(leftover)
+
+    def steps(self) -> list[Path]:
+        """Checkpoint folders by step, oldest first; not verified."""
+        return list_checkpoints(self.folder)
+
+    def newest_whole(self) -> Path | None:
+        """The newest checkpoint whose files all have the recorded hashes; None if there are no checkpoints at all.
+
+        Raises CheckpointError where there are checkpoints and not one of them is whole.
+        """
+        return self.ranks.on_first(self._newest_whole)
+
+    def _newest_whole(self) -> Path | None:
+        candidates = self.steps()
+        for path in reversed(candidates):
+            try:
+                verify(path)
+            except CheckpointError as error:
+                self.say(f"{error}; trying the one before it")
+            else:
+                return path
+        if candidates:
+            raise CheckpointError(
+                f"none of the {len(candidates)} checkpoints in {self.folder} is whole; "
+                "restore one from a copy, or start over with another --run"
+            )
+        return None
+
+    def load(self, path: Path, engine: TrainingEngine, identity: Mapping[str, Any]) -> TrainState:
+        """Put `path` into the engine and return the state it describes.
+
+        Raises CheckpointError where the checkpoint belongs to another run or another set of ranks.
+        """
+        stored = json.loads((path / "state.json").read_text())
+        refuse_other_run(path, stored, identity)
+        engine.load(path / "engine")
+        torch.set_rng_state(torch.load(path / f"rng-{self.ranks.rank:05d}.pt", weights_only=True))
+        return TrainState(**{name: stored[name] for name in TrainState.__dataclass_fields__})
+
+
+def refuse_other_run(path: Path, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Raises CheckpointError, in one line, where a stored identity is not this run's.
+
+    Stages of the mixture that have not begun yet may differ: what has been read is the same.
+    """
+    line = difference(stored["order"], identity["order"], consumed_samples=stored["consumed_samples"])
+    if line is not None:
+        raise CheckpointError(f"{path}: {line}; resume with the data it was trained on, or choose another --run")
+    for name, value in identity.items():
+        if name != "order" and stored[name] != value:
+            raise CheckpointError(
+                f"{path} was written with {name} = {stored[name]}, this run has {value}: "
+                f"resume with the same {name}, or choose another --run"
+            )
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Folders named step-NNNNNNNN with a manifest, oldest first."""
+    found = [p for p in folder.glob("step-*") if p.suffix == "" and (p / "manifest.json").exists()]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+
+
+def verify(path: Path) -> None:
+    """Raise CheckpointError, naming the file, unless every file is there with its recorded size and sha256."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        files = manifest["files"]
+        known = manifest["format"] == FORMAT and manifest["version"] == FORMAT_VERSION
+    except (OSError, ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{path}/manifest.json is missing or damaged") from None
+    if not known:
+        raise CheckpointError(
+            f"{path} has format {manifest['format']} {manifest['version']}, not {FORMAT} {FORMAT_VERSION}"
+        )
+    for name, record in files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing")
+        if file.stat().st_size != record["bytes"]:
+            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, {record['bytes']} were written")
+        if file_sha256(file) != record["sha256"]:
+            raise CheckpointError(f"{file} is damaged: its sha256 is not the recorded one")
+
+
+def find(path: Path) -> Path:
+    """The checkpoint that a person means by `path`: itself, or the newest of a run. Raises CheckpointError: none there."""
+    if (path / "manifest.json").exists() and (path / "weights.safetensors").exists():
+        return path
+    if not path.is_dir():
+        raise CheckpointError(f"{path} does not exist; name a run directory or a checkpoint in it")
+    found = list_checkpoints(path / "checkpoints")
+    if not found:
+        raise CheckpointError(f"{path} holds no checkpoint; the first is written at checkpoint.every_steps")
+    return found[-1]
+
+
+def run_of(path: Path) -> RunDirectory:
+    """The run that a run directory or checkpoint belongs to."""
+    return RunDirectory(find(path).parent.parent)
+
+
+def load_model(path: Path) -> Transformer:
+    """The model of a checkpoint (or of a run's newest), in the dtype it was trained to compute in, on the CPU.
+
+    Raises CheckpointError where the files are damaged or do not fit each other.
+    """
+    from model.transformer import Transformer
+
+    path = find(path)
+    verify(path)
+    config = ModelConfig(**json.loads((path / "model.json").read_text()))
+    weights = load_file(path / "weights.safetensors")
+    model = Transformer(config).to(next(iter(weights.values())).dtype)
+    missing = model.load_state_dict(weights, strict=False).missing_keys
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
+        n for n, _ in model.named_parameters()
+    }
+    if set(missing) - tied:
+        raise CheckpointError(f"{path}/weights.safetensors lacks {sorted(set(missing) - tied)[:3]} of {len(missing)}")
+    return model.eval()
+
+
+def _hash_durable(path: Path) -> str:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return file_sha256(path)

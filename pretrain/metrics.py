@@ -1,0 +1,237 @@
+"""What a run says while it runs: metrics.jsonl, TensorBoard, a progress line.
+
+metrics.jsonl is appended to and never rewritten. Every record carries `kind` ("train", "evaluation"), `step` and
+`attempt`; after a resume the replayed steps appear again with the next attempt's number, so nothing that was once
+reported is lost and a reader takes the last record of each step (`read_metrics`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from model.accounting import flops_per_token
+from pretrain.checkpoint import TrainState
+from pretrain.config import RunConfig
+from pretrain.evaluate import Score
+from pretrain.run_directory import RunDirectory, now
+
+
+class MetricsLog:
+    """Appends records to metrics.jsonl and scalars to TensorBoard. Only the first rank makes one."""
+
+    def __init__(self, path: Path, tensorboard: Path | None, *, attempt: int, global_step: int) -> None:
+        self.attempt = attempt
+        _end_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
+        self._writer: Any = None
+        if tensorboard is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # purge_step hides from the plots what an earlier attempt wrote beyond the step resumed from.
+            self._writer = SummaryWriter(str(tensorboard), purge_step=global_step + 1)
+
+    def write(self, kind: str, step: int, values: Mapping[str, float | int | str | None]) -> None:
+        """One record: `values` in full precision. Numbers also go to TensorBoard as KIND/NAME (or KIND/SOURCE/NAME)."""
+        record = {"kind": kind, "step": step, "attempt": self.attempt, **values, "at": now()}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        if self._writer is not None:
+            prefix = f"{kind}/{values['source']}" if "source" in values else kind
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self._writer.add_scalar(f"{prefix}/{name}", value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _end_torn_line(path: Path) -> None:
+    """A kill can leave half a line at the end; begin the next record on a line of its own."""
+    if path.exists() and path.stat().st_size > 0:
+        with path.open("rb+") as file:
+            file.seek(-1, 2)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+
+
+def read_metrics(path: Path, kind: str = "train") -> list[dict[str, Any]]:
+    """The records of one kind, in step order, the last attempt's where a step was run more than once.
+
+    Evaluation records are told apart by their source as well. Half-written lines (a kill) are passed over.
+    """
+    latest: dict[tuple[int, str], dict[str, Any]] = {}
+    for record in all_records(path):
+        if record["kind"] == kind:
+            latest[record["step"], record.get("source", "")] = record
+    return [latest[key] for key in sorted(latest)]
+
+
+def all_records(path: Path) -> list[dict[str, Any]]:
+    """Every whole record, in the order written."""
+    records = []
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            records.append(json.loads(line))
+        except ValueError:  # empty, or cut short by a kill
+            continue
+    return records
+
+
+def format_duration(seconds: float) -> str:
+    """12 s, 3 min 05 s, 2 h 07 min, 3 d 04 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+class TrainingDivergedError(RuntimeError):
+    """A loss or a gradient stopped being a finite number."""
+
+
+class Report:
+    """Everything a run says: metrics.jsonl, TensorBoard, status.json, a bar on a terminal or plain lines in a log.
+
+    Rates count the seconds spent in training steps; evaluation and saving are left out, and so is an attempt's first
+    step (compilation, first touches of memory). Only the active one (the first rank's) writes; every rank's watches
+    for numbers that are not finite.
+    """
+
+    def __init__(self, directory: RunDirectory, config: RunConfig, *, attempt: int, active: bool) -> None:
+        self._directory = directory
+        self._config = config
+        self._attempt = attempt
+        self._active = active
+        self._log: MetricsLog | None = None
+        self._bar: Progress | None = None
+        self._steps = 0
+        self._step_seconds = 0.0
+        self._steady_seconds = 0.0
+        self._tokens_per_step = config.batch.global_batch_size * config.model.seq_len
+        self._flops_per_token = flops_per_token(config.model).causal
+
+    def __enter__(self) -> Report:
+        if self._active and sys.stderr.isatty():
+            columns = (
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(),
+                TextColumn("{task.fields[figures]}"),
+            )
+            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._task = self._bar.add_task("train", total=self._config.schedule.max_steps, figures="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if self._log is not None:
+            self._log.close()
+
+    def say(self, message: str) -> None:
+        """One line to the person who watches."""
+        if self._bar is not None:
+            self._bar.console.print(message, markup=False, highlight=False)
+        elif self._active:
+            print(message, file=sys.stderr, flush=True)
+
+    def begins(self, state: TrainState) -> None:
+        if self._active:
+            tensorboard = self._directory.tensorboard if self._config.logging.tensorboard else None
+            self._log = MetricsLog(
+                self._directory.metrics, tensorboard, attempt=self._attempt, global_step=state.global_step
+            )
+        self._write_status("running", state)
+
+    @contextmanager
+    def timed_step(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._step_seconds = time.perf_counter() - started
+        self._steps += 1
+        if self._steps > 1:
+            self._steady_seconds += self._step_seconds
+
+    def step(self, state: TrainState, *, loss: float, lr: float, grad_norm: float, skipped_steps: int) -> None:
+        """Record the step that `state` now counts. Raises TrainingDivergedError where a number is not finite."""
+        tokens_per_second = self._tokens_per_step / self._step_seconds
+        if self._log is not None:
+            self._log.write(
+                "train",
+                state.global_step,
+                {
+                    "loss": loss,
+                    "lr": lr,
+                    "grad_norm": grad_norm,
+                    "tokens": state.tokens_seen,
+                    "tokens_per_second": tokens_per_second,
+                    "step_seconds": self._step_seconds,
+                    "model_flops_per_second": self._flops_per_token * tokens_per_second,
+                    "mfu": None,
+                    "skipped_steps": skipped_steps,
+                    "peak_memory_bytes": peak_memory_bytes(),
+                },
+            )
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise TrainingDivergedError(
+                f"step {state.global_step}: loss {loss}, gradient norm {grad_norm}; nothing of this step was saved: "
+                "resume from the last checkpoint with a lower schedule.peak_lr or a longer warm-up"
+            )
+        max_steps = self._config.schedule.max_steps
+        steady = self._steady_seconds / (self._steps - 1) if self._steps > 1 else self._step_seconds
+        figures = (
+            f"loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  {tokens_per_second:,.0f} tokens/s  "
+            f"ETA {format_duration(steady * (max_steps - state.global_step))}"
+        )
+        if self._bar is not None:
+            self._bar.update(self._task, completed=state.global_step, figures=figures)
+        if state.global_step % self._config.logging.every_steps == 0 or state.global_step == max_steps:
+            if self._bar is None:
+                self.say(f"step {state.global_step}/{max_steps}  {figures}")
+            self._write_status("running", state)
+
+    def scores(self, state: TrainState, scores: Mapping[str, Score]) -> None:
+        """Record an evaluation, one record a source."""
+        for source, score in scores.items():
+            if self._log is not None:
+                self._log.write("evaluation", state.global_step, {"source": source, **score.to_dict()})
+        losses = "  ".join(f"{source} {score.loss:.4f}" for source, score in scores.items())
+        self.say(f"step {state.global_step}: held-out loss  {losses}")
+
+    def ends(self, outcome: Literal["stopped", "finished"], state: TrainState, message: str) -> None:
+        self._write_status(outcome, state)
+        self.say(f"step {state.global_step}: {message}; peak memory {peak_memory_bytes() / 1e9:.2f} GB on this rank")
+
+    def _write_status(self, state_name: Literal["running", "stopped", "finished"], state: TrainState) -> None:
+        if self._active:
+            self._directory.write_status(
+                state_name,
+                attempt=self._attempt,
+                global_step=state.global_step,
+                max_steps=self._config.schedule.max_steps,
+            )
+
+
+def peak_memory_bytes() -> int:
+    """The most this process has held: allocated on the GPU, or resident on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,157 @@
+"""The run directory: every path in it, its lock, its attempts, its status.
+
+runs/NAME/
+  recipe.toml        the resolved recipe
+  deepspeed.json     the resolved DeepSpeed configuration
+  environment.json   one entry an attempt (a start of the command): versions, commit, ranks, what it resumed from
+  tokenizer/         a copy: the run can generate and evaluate on its own
+  metrics.jsonl      one object a line, appended, never rewritten
+  tensorboard/
+  checkpoints/       step-00001000/ (its manifest.json written last), latest
+  status.json        what the run is doing: state, attempt, global_step
+  stop               create it, and the run saves and stops behind the current step
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from data_pipeline.shards import write_file
+from pretrain.config import PROJECT_ROOT
+
+RECORDED_PACKAGES = ("torch", "deepspeed", "numpy", "sentencepiece", "pydantic", "safetensors")
+
+
+class RunDirectoryError(ValueError):
+    """The run directory cannot be used as asked; the message says why and what to do."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, damaged, or not this run's; the message says what to do."""
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` by `text`: at any kill point either the old or the whole new content stands there."""
+    write_file(path, text.encode())
+
+
+def now() -> str:
+    """This instant, UTC, ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+@dataclass
+class RunDirectory:
+    path: Path
+
+    def __post_init__(self) -> None:
+        self.path = Path(self.path)
+        self._lock: IO[str] | None = None
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.toml"
+
+    @property
+    def deepspeed(self) -> Path:
+        return self.path / "deepspeed.json"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def status(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def stop_file(self) -> Path:
+        return self.path / "stop"
+
+    def lock(self) -> None:
+        """Take the folder for this run; the kernel gives the lock back when the process ends, however it ends."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / "lock").open("a+")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunDirectoryError(
+                f"{self.path} is in use by another run; wait for it, or choose another --run"
+            ) from None
+
+    def attempts(self) -> list[dict[str, Any]]:
+        if not self.environment.exists():
+            return []
+        attempts: list[dict[str, Any]] = json.loads(self.environment.read_text(encoding="utf-8"))["attempts"]
+        return attempts
+
+    def begin_attempt(self, facts: Mapping[str, Any]) -> int:
+        """Record a start of the command; returns its number, from 1."""
+        attempts = self.attempts()
+        attempt = len(attempts) + 1
+        attempts.append({"attempt": attempt, "started_at": now(), **facts, **software()})
+        write_text(self.environment, json.dumps({"attempts": attempts}, indent=2) + "\n")
+        return attempt
+
+    def write_status(
+        self, state: Literal["running", "stopped", "finished"], *, attempt: int, global_step: int, max_steps: int
+    ) -> None:
+        record = {
+            "state": state,
+            "attempt": attempt,
+            "global_step": global_step,
+            "max_steps": max_steps,
+            "updated_at": now(),
+        }
+        write_text(self.status, json.dumps(record) + "\n")
+
+
+def software() -> dict[str, Any]:
+    """Versions and the code's commit: what a person needs to run the same thing again."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in RECORDED_PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    return {"versions": versions, "git_commit": git_commit(), "hostname": platform.node()}
+
+
+def git_commit() -> str | None:
+    """The commit of this code, with `-dirty` behind it where files differ from it; None outside a git checkout."""
+    try:
+        described = subprocess.run(
+            ["git", "-C", str(PROJECT_ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip()

@@ -1,0 +1,136 @@
+"""Facts about this process, gathered once and passed on: its rank, its device, its seeds, the wish to stop.
+
+Only this file reads the launcher's environment variables, and only `pretrain/__main__.py` calls it for that.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which of the run's processes this one is."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @classmethod
+    def from_environment(cls, environ: MutableMapping[str, str]) -> Ranks:
+        """Read what the launcher set (RANK, LOCAL_RANK, WORLD_SIZE).
+
+        Without a launcher this is one process: the variables that torch.distributed wants are then filled in,
+        with a free port, so that `python -m pretrain run` works on its own.
+        """
+        if "WORLD_SIZE" not in environ:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        return cls(int(environ["RANK"]), int(environ["LOCAL_RANK"]), int(environ["WORLD_SIZE"]))
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def broadcast(self, value: Any) -> Any:
+        """The first rank's `value` on every rank (any picklable object; for decisions, not for tensors)."""
+        box = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order, on every rank."""
+        values: list[Any] = [value]
+        if self.world_size > 1:
+            values = [None] * self.world_size
+            dist.all_gather_object(values, value)
+        return values
+
+    def on_first(self, function: Callable[[], T]) -> T:
+        """Call `function` on the first rank only; its result, or its ValueError, reaches every rank."""
+        outcome: tuple[T | None, ValueError | None] = (None, None)
+        if self.is_first:
+            try:
+                outcome = (function(), None)
+            except ValueError as error:
+                outcome = (None, error)
+        result, failure = self.broadcast(outcome)
+        if failure is not None:
+            raise failure
+        return cast(T, result)
+
+    def sum(self, *values: torch.Tensor | float, device: torch.device) -> list[float]:
+        """Each value summed over all ranks, in float64; one collective for all of them."""
+        vector = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+        if self.world_size > 1:
+            dist.all_reduce(vector)
+        return cast(list[float], vector.tolist())
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """The GPU with this process's local rank, else the CPU."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch alike on every rank.
+
+    Nothing in training draws from these streams (initial weights have a generator of their own, the order of data
+    is arithmetic); they are seeded so that a component that does draw would be repeatable.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+class StopRequest:
+    """The wish to stop, from a signal or from a file named `stop` in the run directory.
+
+    A handler only notes the signal; the loop asks `wanted()` at every step and the ranks agree on the answer, so
+    that all of them stop behind the same step. A second SIGINT ends the process at once.
+    """
+
+    def __init__(self, stop_file: Path) -> None:
+        self.stop_file = stop_file
+        self.signal_name: str | None = None
+
+    def install(self) -> None:
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.signal_name == "SIGINT":
+            raise KeyboardInterrupt
+        self.signal_name = signal.Signals(number).name
+
+    def wanted(self) -> bool:
+        return self.signal_name is not None or self.stop_file.exists()
+
+    @property
+    def reason(self) -> str:
+        return self.signal_name or f"the file {self.stop_file}"

@@ -1,0 +1,260 @@
+"""The loop, and what stands before it: check, build, resume, train."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from data_pipeline.loader import Batch, Loader
+from data_pipeline.order import SampleOrder, Stage
+from data_pipeline.shards import Collection, TokenStream, open_collection
+from model.loss import IGNORED
+from model.transformer import Transformer
+from pretrain.batching import BatchPlan
+from pretrain.checkpoint import Checkpoints, TrainState, verify
+from pretrain.config import RecipeError, RunConfig, from_root, parse_recipe, to_toml
+from pretrain.engine import TrainingEngine, process_group, read_json, resolve
+from pretrain.evaluate import Score, evaluate
+from pretrain.metrics import Report
+from pretrain.run_directory import CheckpointError, RunDirectory, RunDirectoryError, write_text
+from pretrain.runtime import Ranks, StopRequest, pick_device, seed_everything
+from pretrain.schedule import learning_rate
+from tokenizer.codec import Codec
+
+Outcome = Literal["finished", "stopped"]
+
+
+# ---------------------------------------------------------------- one step
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step measured, over all ranks."""
+
+    loss: float  # nats per token: the mean over the step's tokens, before the update
+    grad_norm: float  # of the whole gradient, before clipping
+    stop_wanted: bool  # by any rank
+
+
+def train_step(
+    engine: TrainingEngine, batches: Iterator[Batch], plan: BatchPlan, lr: float, *, stop_wanted: bool = False
+) -> StepResult:
+    """Accumulate one global batch and update the weights once.
+
+    The gradient is that of (sum of all token losses) / (number of all target tokens), over micro-steps and ranks
+    together, however the tokens are spread over them. DeepSpeed divides by the accumulation steps and averages over
+    the ranks, so each micro-loss is scaled up by both before it goes in.
+    """
+    micro_batches = [next(batches) for _ in range(plan.gradient_accumulation_steps)]
+    (tokens,) = engine.sum_over_ranks(sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches))
+    scale = plan.gradient_accumulation_steps * plan.world_size / tokens
+    engine.set_learning_rate(lr)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for batch in micro_batches:
+        loss = engine.forward(batch.inputs, batch.targets).loss_sum
+        engine.backward(loss * scale)
+        engine.step()
+        loss_sum += loss.detach()
+    total, stops = engine.sum_over_ranks(loss_sum, stop_wanted)
+    return StepResult(loss=total / tokens, grad_norm=engine.gradient_norm(), stop_wanted=stops > 0)
+
+
+# ---------------------------------------------------------------- before the first step
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads and counts, checked before any process group exists."""
+
+    config: RunConfig
+    plan: BatchPlan
+    deepspeed: dict[str, Any]
+    collection: Collection
+    codec: Codec
+    order: SampleOrder
+    identity: dict[str, Any]  # what a checkpoint must share with the run that resumes from it
+
+    @classmethod
+    def check(cls, config: RunConfig, world_size: int) -> Inputs:
+        """Open all that one process can open. Raises one of the ValueErrors of config, shards, codec: one clear line."""
+        plan = BatchPlan(
+            config.batch.global_batch_size, config.batch.micro_batch_size, world_size, config.model.seq_len
+        )
+        deepspeed = resolve(read_json(from_root(config.deepspeed.config)), config, world_size)
+        collection = open_collection(from_root(config.data.path))
+        codec = Codec.load(from_root(config.data.tokenizer))
+        refuse_other_tokenizer(config, collection, codec)
+        order = sample_order(config, collection)
+        identity = {
+            "model": config.model.to_dict(),
+            "order": {**order.describe(), "manifest_sha256": collection.manifest_sha256},
+            "global_batch_size": config.batch.global_batch_size,
+            "world_size": world_size,
+            "zero_stage": deepspeed["zero_optimization"]["stage"],
+            "precision": config.precision.model_dump(),
+        }
+        return cls(config, plan, deepspeed, collection, codec, order, identity)
+
+
+def refuse_other_tokenizer(config: RunConfig, collection: Collection, codec: Codec) -> None:
+    """Raises RecipeError where shards, tokenizer and model don't belong together."""
+    if codec.fingerprint != collection.fingerprint:
+        raise RecipeError(
+            f"{config.data.path} was written with the tokenizer {collection.fingerprint[:12]}, {config.data.tokenizer} "
+            f"is {codec.fingerprint[:12]}: set data.tokenizer = {config.data.path}/tokenizer, or prepare the data again"
+        )
+    if config.model.vocab_size < codec.vocab_size:
+        raise RecipeError(
+            f"model.vocab_size = {config.model.vocab_size}, but {config.data.tokenizer} gives ids up to "
+            f"{codec.vocab_size - 1}: set model.vocab_size to {codec.vocab_size} or more"
+        )
+
+
+def sample_order(config: RunConfig, collection: Collection) -> SampleOrder:
+    """The order in which this recipe reads this collection. Raises RecipeError where the two don't fit."""
+    tokens = {name: source.splits["train"].tokens for name, source in collection.sources.items()}
+    seq_len = config.model.seq_len
+    stages = [Stage(stage.from_tokens // seq_len, dict(stage.weights)) for stage in config.data.stages]
+    try:
+        return SampleOrder(seed=config.seed, seq_len=seq_len, tokens=tokens, stages=stages)
+    except ValueError as error:
+        raise RecipeError(f"{config.data.path}: {error}") from None
+
+
+def begin_attempt(directory: RunDirectory, inputs: Inputs, resume: str, pids: list[int]) -> int:
+    """Take the run directory, write down what will run, and number this attempt. First rank only.
+
+    Raises RunDirectoryError where the directory is in use, or holds a run that was asked not to be resumed.
+    """
+    directory.lock()
+    changes: list[str] = []
+    if directory.recipe.exists():
+        earlier = to_toml(parse_recipe(tomllib.loads(directory.recipe.read_text()))).splitlines()
+        changes = [line for line in to_toml(inputs.config).splitlines() if line not in earlier]
+    if resume == "never" and any(directory.checkpoints.glob("step-*/manifest.json")):
+        raise RunDirectoryError(
+            f"{directory.path} already holds checkpoints and --resume never was asked: choose another --run"
+        )
+    directory.stop_file.unlink(missing_ok=True)
+    directory.checkpoints.mkdir(exist_ok=True)
+    if not directory.tokenizer.exists():
+        inputs.codec.copy_to(directory.tokenizer)
+    write_text(directory.recipe, to_toml(inputs.config))
+    write_text(directory.deepspeed, json.dumps(inputs.deepspeed, indent=2) + "\n")
+    return directory.begin_attempt({"world_size": inputs.plan.world_size, "pids": pids, "recipe_changes": changes})
+
+
+def build_engine(inputs: Inputs, ranks: Ranks, device: torch.device) -> TrainingEngine:
+    """The model with its initial weights (equal on all ranks: one generator, one seed) inside a DeepSpeed engine."""
+    config = inputs.config
+    model = Transformer(config.model, generator=torch.Generator().manual_seed(config.seed))
+    model.activation_checkpointing = config.memory.activation_checkpointing
+    model.loss_chunk_tokens = config.memory.loss_chunk_tokens
+    return TrainingEngine(model, config, inputs.deepspeed, ranks, device)
+
+
+def start_or_resume(checkpoints: Checkpoints, resume: str, engine: TrainingEngine, inputs: Inputs) -> TrainState:
+    """A fresh state, or the one of a checkpoint, which is then in the engine.
+
+    auto: the newest whole checkpoint of this run, or a fresh start. A path: that checkpoint, unless the run has gone on
+    from it: then the run's own newest, or, for an older one of its own, CheckpointError.
+    """
+    chosen = None if resume == "never" else checkpoints.newest_whole()
+    if resume not in ("auto", "never"):
+        wanted = Path(resume).resolve()
+        own = checkpoints.folder.resolve() in wanted.parents
+        if own and chosen is not None and chosen.resolve() != wanted:
+            raise CheckpointError(
+                f"{checkpoints.folder.parent} goes on behind {wanted.name}, to {chosen.name}: to branch off from "
+                f"{wanted.name}, choose another --run"
+            )
+        if chosen is None:
+            checkpoints.ranks.on_first(lambda: verify(wanted))
+            chosen = wanted
+    if chosen is None:
+        return TrainState()
+    state = checkpoints.load(chosen, engine, inputs.identity)
+    checkpoints.say(f"resumed from {chosen}: step {state.global_step}, {state.tokens_seen:,} tokens seen")
+    return state
+
+
+# ---------------------------------------------------------------- the run
+
+
+def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") -> Outcome:
+    """Train until max_steps, or until a signal or the stop file asks to stop behind the current step."""
+    inputs = Inputs.check(config, ranks.world_size)
+    plan, schedule = inputs.plan, config.schedule
+    directory = RunDirectory(path)
+    stop = StopRequest(directory.stop_file)
+    stop.install()
+    device = pick_device(ranks.local_rank)
+    seed_everything(config.seed)
+    with ExitStack() as stack:
+        stack.enter_context(process_group(device))
+        pids = ranks.gather(os.getpid())
+        attempt = ranks.on_first(lambda: begin_attempt(directory, inputs, resume, pids))
+        report = stack.enter_context(Report(directory, config, attempt=attempt, active=ranks.is_first))
+        checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep_last, ranks, report.say)
+        checkpoints.clear_leftovers()
+        engine = build_engine(inputs, ranks, device)
+        state = start_or_resume(checkpoints, resume, engine, inputs)
+        batches = stack.enter_context(loader(inputs, ranks, state))
+        report.begins(state)
+
+        while state.global_step < schedule.max_steps:
+            lr = learning_rate(state.global_step, schedule)
+            with report.timed_step():
+                result = train_step(engine, batches, plan, lr, stop_wanted=stop.wanted())
+            state.advance(plan)
+            last = state.global_step == schedule.max_steps
+            report.step(state, loss=result.loss, lr=lr, grad_norm=result.grad_norm, skipped_steps=engine.skipped_steps)
+            if due(state, config.evaluation.every_steps) or last:
+                report.scores(state, heldout_scores(engine, inputs, ranks))
+            if due(state, config.checkpoint.every_steps) or last or result.stop_wanted:
+                checkpoints.save(engine, state, inputs.identity)
+            if result.stop_wanted and not last:
+                report.ends("stopped", state, f"stopped by {stop.reason}; the same command resumes")
+                return "stopped"
+        report.ends("finished", state, f"finished: {state.tokens_seen:,} tokens")
+        return "finished"
+
+
+def due(state: TrainState, every_steps: int) -> bool:
+    return state.global_step % every_steps == 0
+
+
+def heldout_scores(engine: TrainingEngine, inputs: Inputs, ranks: Ranks) -> dict[str, Score]:
+    """The validation split of every source, scored by all ranks together."""
+    return evaluate(
+        engine.forward_only,
+        {name: source.splits["validation"] for name, source in inputs.collection.sources.items()},
+        seq_len=inputs.plan.seq_len,
+        batch_size=inputs.plan.micro_batch_size,
+        eos_id=inputs.collection.eos_id,
+        vocab_size=inputs.config.model.vocab_size,
+        max_tokens=inputs.config.evaluation.max_tokens,
+        ranks=ranks,
+        device=engine.device,
+    )
+
+
+def loader(inputs: Inputs, ranks: Ranks, state: TrainState) -> Loader:
+    """This rank's micro-batches, from the first sample that `state` has not consumed."""
+    return Loader(
+        inputs.order,
+        {name: TokenStream(source.splits["train"]) for name, source in inputs.collection.sources.items()},
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        micro_batch_size=inputs.plan.micro_batch_size,
+        gradient_accumulation_steps=inputs.plan.gradient_accumulation_steps,
+        first_sample=state.consumed_samples,
+    )

@@ -1,0 +1,194 @@
+"""The real engine on two real ranks: gradients as a plain process has them, every stage and precision that is offered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data_pipeline.loader import Batch
+from model.transformer import Transformer
+from pretrain.batching import BatchPlan
+from pretrain.config import RunConfig, parse_recipe
+from pretrain.engine import TrainingEngine, process_group, refusal, resolve
+from pretrain.runtime import Ranks
+from pretrain.train import train_step
+from tests.ranks import run_ranks
+
+SEQ_LEN = 48
+VOCAB_SIZE = 512
+
+
+def recipe(**precision: str) -> RunConfig:
+    return parse_recipe(
+        {
+            "model": {
+                "preset": "mini", "vocab_size": VOCAB_SIZE, "d_model": 128, "n_layers": 2,
+                "n_heads": 2, "n_kv_heads": 1, "d_ff": 256, "seq_len": SEQ_LEN,
+            },
+            "data": {"path": "unused", "tokenizer": "unused"},
+            "batch": {"global_batch_size": 8, "micro_batch_size": 2},
+            "schedule": {"peak_lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 2, "max_steps": 10},
+            "optimizer": {"gradient_clipping": "off"},
+            "precision": precision,
+            "memory": {"activation_checkpointing": "full", "loss_chunk_tokens": 37},
+            "evaluation": {"every_steps": 5},
+            "checkpoint": {"every_steps": 5},
+        }
+    )  # fmt: skip
+
+
+def build_model(config: RunConfig, *, activation_checkpointing: str) -> Transformer:
+    model = Transformer(config.model, generator=torch.Generator().manual_seed(7))
+    model.activation_checkpointing = activation_checkpointing  # type: ignore[assignment]
+    model.loss_chunk_tokens = config.memory.loss_chunk_tokens
+    return model
+
+
+def global_batch(config: RunConfig, *, ignored: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets of one step; with `ignored`, rows have very unequal numbers of targets."""
+    tokens = np.random.default_rng(3).integers(0, VOCAB_SIZE, (config.batch.global_batch_size, SEQ_LEN + 1))
+    targets = tokens[:, 1:].copy()
+    if ignored:
+        for row in range(len(targets)):
+            targets[row, : row * 6] = -100
+    return tokens[:, :-1].copy(), targets
+
+
+def micro_batches(config: RunConfig, ranks: Ranks, *, ignored: bool = False) -> Iterator[Batch]:
+    """The global batch again and again, this rank's rows of it."""
+    inputs, targets = global_batch(config, ignored=ignored)
+    micro = config.batch.micro_batch_size
+    while True:
+        for start in range(0, len(inputs), micro * ranks.world_size):
+            rows = slice(start + ranks.rank * micro, start + (ranks.rank + 1) * micro)
+            yield Batch(inputs=inputs[rows], targets=targets[rows], samples=np.arange(len(inputs))[rows])
+
+
+def build(ranks: Ranks, config: RunConfig, stage: int) -> TrainingEngine:
+    resolved = resolve({"zero_optimization": {"stage": stage}}, config, ranks.world_size)
+    return TrainingEngine(
+        build_model(config, activation_checkpointing="full"), config, resolved, ranks, torch.device("cpu")
+    )
+
+
+def plan_of(config: RunConfig, ranks: Ranks) -> BatchPlan:
+    return BatchPlan(config.batch.global_batch_size, config.batch.micro_batch_size, ranks.world_size, SEQ_LEN)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def gradients_case(ranks: Ranks, stages: list[int]) -> dict[int, dict[str, torch.Tensor]]:
+    """The whole gradient of the accumulated global batch, by ZeRO stage, read before the update."""
+    from deepspeed.utils import safe_get_full_grad
+
+    config = recipe(compute="fp32")
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    with process_group(torch.device("cpu")):
+        for stage in stages:
+            engine = build(ranks, config, stage)
+
+            def keep(engine: TrainingEngine = engine, stage: int = stage, step: Any = engine.step) -> None:
+                if engine._engine.is_gradient_accumulation_boundary():
+                    named = engine._engine.module.named_parameters()
+                    found[stage] = {name: safe_get_full_grad(parameter).clone() for name, parameter in named}
+                step()
+
+            engine.step = keep  # type: ignore[method-assign]
+            train_step(engine, micro_batches(config, ranks, ignored=True), plan_of(config, ranks), lr=1e-3)
+    return found if ranks.is_first else {}
+
+
+def test_gradients_equal_a_plain_process() -> None:
+    """Tied weights × activation checkpointing × chunked loss × accumulation × unequal token counts, ZeRO 0 to 3."""
+    config = recipe(compute="fp32")
+    model = build_model(config, activation_checkpointing="none")
+    inputs, targets = (torch.from_numpy(array) for array in global_batch(config, ignored=True))
+    logits = model(inputs)
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100).backward()
+    plain = {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    found = run_ranks(2, gradients_case, [0, 1, 2, 3])[0]
+    assert sorted(found) == [0, 1, 2, 3]
+    for stage, gradients in found.items():
+        assert gradients.keys() == plain.keys()
+        for name, gradient in gradients.items():
+            reference = plain[name]
+            assert reference is not None
+            difference = (gradient - reference).abs().max().item() / reference.abs().max().item()
+            assert difference <= 1e-6 or (gradient - reference).abs().max().item() <= 1e-6, (stage, name, difference)
+
+
+# ---------------------------------------------------------------- precision
+
+OFFERED = [
+    (stage, master, accumulate)
+    for stage in (0, 1, 2, 3)
+    for master in ("fp32", "bf16")
+    for accumulate in ("fp32", "bf16")
+    if refusal(stage, "bf16", master, accumulate) is None
+]
+
+
+def precision_case(ranks: Ranks, offered: list[tuple[int, str, str]]) -> list[dict[str, Any]]:
+    results = []
+    with process_group(torch.device("cpu")):
+        for stage, master, accumulate in offered:
+            config = recipe(compute="bf16", master=master, accumulate=accumulate)
+            engine = build(ranks, config, stage)
+            batches = micro_batches(config, ranks)
+            steps = [train_step(engine, batches, plan_of(config, ranks), lr=1e-3) for _ in range(6)]
+            module = engine._engine.module
+            dtypes = {p.dtype for p in module.parameters()}
+            optimizer = engine._engine.optimizer
+            masters = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+            states = {
+                tensor.dtype
+                for state in getattr(optimizer, "optimizer", optimizer).state.values()
+                for key, tensor in state.items()
+                if key != "step"
+            }
+            results.append(
+                {
+                    "losses": [step.loss for step in steps],
+                    "norms": [step.grad_norm for step in steps],
+                    "weights": dtypes,
+                    "masters": masters,
+                    "states": states,
+                    "rope": module.rotary.cos_td.dtype,
+                    "rope_exact": torch.equal(module.rotary.cos_td, Transformer(config.model).rotary.cos_td),
+                    "gathered": {name: tuple(w.shape) for name, w in engine.gather_weights().items()},
+                }
+            )
+    return results
+
+
+@pytest.fixture(scope="module")
+def precision_results() -> dict[tuple[int, str, str], list[dict[str, Any]]]:
+    by_rank = run_ranks(2, precision_case, OFFERED)
+    return {offered: [by_rank[0][i], by_rank[1][i]] for i, offered in enumerate(OFFERED)}
+
+
+@pytest.mark.parametrize("offered", OFFERED, ids=lambda o: f"zero{o[0]}-master-{o[1]}-accumulate-{o[2]}")
+def test_every_offered_precision_trains(
+    offered: tuple[int, str, str], precision_results: dict[tuple[int, str, str], list[dict[str, Any]]]
+) -> None:
+    """The dtypes are those the recipe names, the loss falls, and the ranks agree."""
+    stage, master, _ = offered
+    first, second = precision_results[offered]
+    assert first["losses"] == second["losses"]
+    assert first["losses"][-1] < first["losses"][0] - 0.1
+    assert all(np.isfinite(first["norms"])) and min(first["norms"]) > 0
+    assert first["weights"] == {torch.bfloat16}
+    wanted = torch.bfloat16 if master == "bf16" else torch.float32
+    assert first["states"] == {wanted}
+    assert first["rope"] == torch.float32
+    assert first["rope_exact"]
+    config = recipe()
+    whole = {name: tuple(p.shape) for name, p in Transformer(config.model).named_parameters()}
+    assert first["gathered"] == whole
+    assert second["gathered"] == {}

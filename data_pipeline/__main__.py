@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -110,7 +111,9 @@ def verify_command(
     from data_pipeline.shards import verify_collection
 
     began_at = time.monotonic()
-    collection = verify_collection(path, full=full, on_bytes=_print_rate())
+    collection = verify_collection(path, full=False)
+    if full:
+        collection = verify_collection(path, full=True, on_bytes=_print_rate(_token_bytes(collection)))
     choose_codec(collection)
     seconds = time.monotonic() - began_at
     if json_output:
@@ -190,17 +193,25 @@ def _print_summary(collection: Collection) -> None:
             print(f"{name}: no document was held out for validation (too few, or --validation-fraction too small)")
 
 
-def _print_rate() -> Any:
+def _token_bytes(collection: Collection) -> int:
+    """Size of all tokens on disk."""
+    splits = [split for source in collection.sources.values() for split in source.splits.values()]
+    return sum(shard.tokens * shard.token_bytes for split in splits for shard in split.shards)
+
+
+def _print_rate(total: int) -> Callable[[int], None]:
     """A hearer of bytes read that says every ten seconds, on stderr, how far a long check is."""
-    began_at = heard_at = time.monotonic()
-    total = 0
+    began_at = said_at = time.monotonic()
+    done = 0
 
     def hear(count: int) -> None:
-        nonlocal total, heard_at
-        total += count
-        if (now := time.monotonic()) - heard_at >= 10:
-            heard_at = now
-            print(f"verify: {total / 1e6:,.0f} MB, {total / (now - began_at) / 1e6:,.0f} MB/s", file=sys.stderr)
+        nonlocal done, said_at
+        done += count
+        if (now := time.monotonic()) - said_at >= 10:
+            said_at = now
+            rate = done / (now - began_at)
+            eta = f"{rate / 1e6:,.0f} MB/s, ETA {(total - done) / rate:.0f} s"
+            print(f"verify: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB, {eta}", file=sys.stderr, flush=True)
 
     return hear
 

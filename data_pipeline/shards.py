@@ -90,8 +90,8 @@ def token_width(vocab_size: int) -> int:
 
 
 def is_source_name(name: str) -> bool:
-    """Whether a data set of this name can stand beside the tokenizer in a collection."""
-    return _SOURCE_NAME.fullmatch(name) is not None and name != TOKENIZER_FOLDER
+    """Whether a data set of this name can stand beside the tokenizer and the manifest in a collection."""
+    return _SOURCE_NAME.fullmatch(name) is not None and name not in (TOKENIZER_FOLDER, MANIFEST_NAME)
 
 
 # ---------------------------------------------------------------- headers
@@ -572,6 +572,9 @@ class TokenStream:
                 os.close(self._files.popitem()[1])
             self._ends.clear()
 
+    def __del__(self) -> None:
+        self.close()
+
     def _check_range(self, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= self.tokens:
             raise ValueError(f"tokens {start} to {stop} are outside a stream of {self.tokens}")
@@ -633,7 +636,7 @@ def read_index(path: Path) -> tuple[Int64Array, npt.NDArray[np.uint32]]:
 
 
 def verify_collection(path: Path | str, *, full: bool, on_bytes: Callable[[int], None] | None = None) -> Collection:
-    """Quick checks (`open_collection`, and the record of the inputs), or with `full` every byte.
+    """Quick checks (`open_collection`, and the plan that `prepare` left), or with `full` every byte.
 
     Full: CRC32 of every token block, document ends ascending, EOS at each end and nowhere else, the largest id,
     SHA-256 of every file. DataFormatError names the first fault. `on_bytes` hears of the bytes of tokens read.

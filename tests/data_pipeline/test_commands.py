@@ -157,3 +157,35 @@ def test_an_impostor_of_a_sibling_is_named(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert str(tmp_path) in done.stderr
+
+
+def test_a_full_disk_is_one_line_and_the_next_run_continues(tmp_path: Path, tokenizer_folder: Path) -> None:
+    """A limit on the size of files stands in for the full disk: the write fails half-way."""
+    lines = [json.dumps({"text": f"{number} {text}"}) for number in range(3) for text in real_texts(60)]
+    (tmp_path / "x.jsonl").write_text("\n".join(lines) + "\n")
+    command = (
+        f"{sys.executable} -m data_pipeline prepare {tmp_path / 'x.jsonl'} --tokenizer {tokenizer_folder}"
+        f" --out {tmp_path / 'out'} --workers 1"
+    )
+    for limit, code in (("ulimit -f 400; ", 2), ("", 0)):
+        done = subprocess.run(
+            ["bash", "-c", limit + command], capture_output=True, text=True, check=False, cwd=ROOT
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        if limit:
+            assert done.stderr.count("\n") == 1
+            assert "File too large" in done.stderr
+        assert (tmp_path / "out" / "manifest.json").exists() == (code == 0)
+        assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_of_two_at_once_one_writes(tmp_path: Path, corpus_file: Path, tokenizer_folder: Path) -> None:
+    command = [sys.executable, "-m", "data_pipeline", "prepare", str(corpus_file), "--tokenizer", str(tokenizer_folder),
+               "--out", str(tmp_path / "out"), "--unit-bytes", "5000", "--workers", "1"]  # fmt: skip
+    both = [
+        subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in "ab"
+    ]
+    results = [(*process.communicate(), process.returncode) for process in both]
+    assert 0 in [code for _, _, code in results]
+    for out, err, code in results:
+        assert (code == 0 and err == "") or (code == 2 and "another `prepare` is writing" in err) or "already" in out

@@ -331,7 +331,16 @@ def test_inputs_are_named_by_hand_or_by_their_files(tmp_path: Path, monkeypatch:
         "en": [Path("a.jsonl"), Path("b/c.txt")], "zh": [Path("dir/zh.jsonl.zst")], "code": [Path("code")],
         "k": [Path("x=y")],
     }  # fmt: skip
-    for wrong in (["tokenizer=a"], ["../x=a"], ["*.txt"], ["odd=name"], ["en="], ["a/x.txt", "b/x.txt"], []):
+    for wrong in (
+        ["tokenizer=a"],
+        ["manifest.json=a"],
+        ["../x=a"],
+        ["*.txt"],
+        ["odd=name"],
+        ["en="],
+        ["a/x.txt", "b/x.txt"],
+        [],
+    ):
         with pytest.raises(PrepareError):
             parse_inputs(wrong)
 

@@ -55,17 +55,19 @@ def probabilities(logits_v: Tensor, *, temperature: float, top_k: int | None, to
 
     In this order: divide the logits by the temperature, keep the top_k likeliest, then of those the fewest whose
     probabilities reach top_p (nucleus sampling, Holtzman et al. 2019). The likeliest always stays.
-    ValueError for a setting out of range.
+    ValueError for a setting out of range, or logits that are not finite.
     """
-    if temperature < 0:
+    if not temperature >= 0:
         raise ValueError(f"temperature = {temperature} must be 0 (take the likeliest) or more")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k = {top_k} must be at least 1; leave it out to keep every id")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p = {top_p} must be above 0 and at most 1; leave it out to keep every id")
+    if not logits_v.isfinite().all():
+        raise ValueError("the logits are not finite: the weights are damaged, or training diverged")
     if temperature == 0:
         return F.one_hot(logits_v.argmax(), logits_v.shape[0]).to(logits_v.dtype)
-    ranked_v, ids_v = (logits_v / temperature).sort(descending=True, stable=True)
+    ranked_v, ids_v = ((logits_v - logits_v.max()) / temperature).sort(descending=True, stable=True)
     if top_k is not None:
         ranked_v, ids_v = ranked_v[:top_k], ids_v[:top_k]
     chances_v = ranked_v.softmax(dim=-1)

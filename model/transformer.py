@@ -61,34 +61,6 @@ class Transformer(nn.Module):
         self._tie()
         self.init_weights(generator)
 
-    def _tie(self) -> None:
-        if self.config.tied:
-            self.lm_head.weight = self.embed_tokens.weight
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Transformer":
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._tie()  # to_empty() after the meta device gives each module a Parameter of its own
-        return self
-
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Draw every weight: norms 1, matrices N(0, init_std), the two that write to the residual stream smaller.
-
-        2 · n_layers outputs add up in the stream; scaling each by 1/sqrt(2 · n_layers) keeps the variance of their
-        sum from growing with depth (GPT-2, section 2.3).
-        """
-        std = self.config.init_std
-        residual_std = std / math.sqrt(2 * self.config.n_layers)
-        for name, parameter in self.named_parameters():
-            if parameter.numel() == 0:
-                raise RuntimeError(f"{name} is empty (partitioned?): draw the weights before an engine splits them")
-            if name.endswith("norm.weight"):
-                parameter.fill_(1.0)
-            elif name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.normal_(0.0, residual_std, generator=generator)
-            else:
-                parameter.normal_(0.0, std, generator=generator)
-
     def forward(
         self, ids_bt: Tensor, targets_bt: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor | LossSum:
@@ -118,3 +90,31 @@ class Transformer(nn.Module):
             cache.advance(tokens)
         normed_btd: Tensor = self.norm(x_btd)
         return normed_btd
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Draw every weight: norms 1, matrices N(0, init_std), the two that write to the residual stream smaller.
+
+        2 · n_layers outputs add up in the stream; scaling each by 1/sqrt(2 · n_layers) keeps the variance of their
+        sum from growing with depth (GPT-2, section 2.3).
+        """
+        std = self.config.init_std
+        residual_std = std / math.sqrt(2 * self.config.n_layers)
+        for name, parameter in self.named_parameters():
+            if parameter.numel() == 0:
+                raise RuntimeError(f"{name} is empty (partitioned?): draw the weights before an engine splits them")
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.normal_(0.0, residual_std, generator=generator)
+            else:
+                parameter.normal_(0.0, std, generator=generator)
+
+    def _tie(self) -> None:
+        if self.config.tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Transformer":
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._tie()  # to_empty() after the meta device gives each module a Parameter of its own
+        return self

@@ -60,6 +60,7 @@ def test_probabilities_by_hand() -> None:
 
     assert chances() == pytest.approx([0.1, 0.4, 0.2, 0.3])
     assert chances(temperature=0.0) == [0, 1, 0, 0]
+    assert chances(temperature=1e-40) == [0, 1, 0, 0]
     assert chances(temperature=0.5) == pytest.approx([1 / 30, 16 / 30, 4 / 30, 9 / 30])
     assert chances(top_k=2) == pytest.approx([0, 4 / 7, 0, 3 / 7])
     assert chances(top_k=99) == pytest.approx([0.1, 0.4, 0.2, 0.3])
@@ -68,6 +69,11 @@ def test_probabilities_by_hand() -> None:
     assert chances(top_p=1.0) == pytest.approx([0.1, 0.4, 0.2, 0.3])
     assert chances(top_p=1e-9) == [0, 1, 0, 0]
     assert chances(top_k=3, top_p=0.5) == pytest.approx([0, 4 / 7, 0, 3 / 7])
+
+
+def test_logits_of_a_diverged_model_are_refused() -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        probabilities(torch.tensor([0.0, float("nan")]), temperature=0.0, top_k=None, top_p=None)
 
 
 def test_equal_logits_keep_exactly_k() -> None:

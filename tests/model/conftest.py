@@ -1,10 +1,21 @@
 """A model small enough to compute by hand, with every ratio that matters different from 1."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from model.config import ModelConfig
 from model.transformer import Transformer
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """On tensors this small, threads spend their time waiting for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -168,7 +168,7 @@ def test_shapes_catches_heads_that_are_not_expanded(monkeypatch: pytest.MonkeyPa
 
 def test_initial_loss_catches_unshifted_targets() -> None:
     model = Transformer(PRESETS["mini"], seeded(0))
-    ids_bt = random_ids(model.config, 2, 512)
+    ids_bt = random_ids(model.config, 2, 256)
     with torch.no_grad():
         unshifted = check_initial_loss(model, ids_bt, ids_bt)
         shifted = check_initial_loss(model, ids_bt[:, :-1], ids_bt[:, 1:])

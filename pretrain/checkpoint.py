@@ -206,7 +206,7 @@ def verify(path: Path) -> None:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that a person means by `path`: itself, or the newest of a run. Raises CheckpointError: none there."""
+    """The checkpoint meant by `path`: itself, or the newest of a run. Raises CheckpointError where there is none."""
     if (path / "manifest.json").exists() and (path / "weights.safetensors").exists():
         return path
     if not path.is_dir():

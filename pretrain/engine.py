@@ -230,7 +230,7 @@ def process_group(device: torch.device) -> Iterator[None]:
     import deepspeed
     import torch.distributed as dist
 
-    # An operation for inference on CPUs, which DeepSpeed would otherwise compile here: a compiler and seconds, for nothing.
+    # An operation for inference on CPUs, which DeepSpeed would otherwise compile here: a compiler needed for nothing.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 has begun to rename.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -258,16 +258,20 @@ class TrainingEngine:
         self.ranks = ranks
         self.device = device
         self.zero_stage = zero_stage(resolved)
+        self._unpartitioned = self.zero_stage == 0 and config.precision.compute == "fp32"
+        self._measured_norm = 0.0
         model.to(device)
+        # ZeRO-0 in bf16 takes a step on zero gradients to make its state: at rate 0 it decays no weight, and without the
+        # state it leaves, AdamW's step count begins at 1 (else the first update is a quarter too small).
+        optimizer = build_optimizer(model, config.optimizer, initial_lr=0.0)
         self._engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=build_optimizer(model, config.optimizer, config.schedule.peak_lr),
-            config=dict(resolved),
-            dist_init_required=False,
+            model=model, optimizer=optimizer, config=dict(resolved), dist_init_required=False
         )
+        if self.zero_stage == 0:
+            optimizer.state.clear()
 
     def forward(self, inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> LossSum:
-        """The loss sum (nats, fp32) and token count of one micro-batch, inputs and targets (micro_batch_size, seq_len)."""
+        """Loss sum (nats, fp32) and token count of a micro-batch, inputs and targets (micro_batch_size, seq_len)."""
         import torch
 
         inputs_bt = torch.from_numpy(inputs).to(self.device, non_blocking=True)
@@ -290,6 +294,12 @@ class TrainingEngine:
 
     def step(self) -> None:
         """End a micro-step; the last one of an accumulation clips the gradient and updates the weights."""
+        if self._unpartitioned and self._engine.is_gradient_accumulation_boundary():
+            # DeepSpeed measures no norm here unless it clips; behind the last backward the gradients are reduced.
+            import torch
+
+            gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+            self._measured_norm = float(torch.nn.utils.get_total_norm(gradients))
         self._engine.step()
 
     def set_learning_rate(self, lr: float) -> None:
@@ -298,7 +308,7 @@ class TrainingEngine:
 
     def gradient_norm(self) -> float:
         """The norm of the last update's whole gradient, before clipping."""
-        return float(self._engine.get_global_grad_norm())
+        return self._measured_norm if self._unpartitioned else float(self._engine.get_global_grad_norm())
 
     @property
     def skipped_steps(self) -> int:
@@ -319,7 +329,7 @@ class TrainingEngine:
             raise RuntimeError(f"DeepSpeed loaded nothing from {folder}")
 
     def gather_weights(self) -> dict[str, Tensor]:
-        """On the first rank, a copy of the whole model on the CPU in its compute dtype, tied weights once; else empty."""
+        """On the first rank, a copy of all weights on the CPU in the compute dtype, tied ones once; else empty."""
         import deepspeed
 
         weights: dict[str, Tensor] = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import socket
 import tempfile
 import traceback
@@ -18,12 +19,14 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 PRELOADED = ["deepspeed", "pretrain.train", "torch.utils.tensorboard"]
 
 _server = mp.get_context("forkserver")
 _server.set_forkserver_preload(PRELOADED)
+
+Started: TypeAlias = list[tuple[ForkServerProcess, Connection]]
 
 
 def free_port() -> int:
@@ -34,7 +37,7 @@ def free_port() -> int:
 
 def start_ranks(
     world_size: int, case: Callable[..., Any], *arguments: Any
-) -> list[tuple[ForkServerProcess, Connection]]:
+) -> Started:
     """Start `case(ranks, *arguments)` on every rank; returns each rank's process and the pipe its result comes by."""
     port = free_port()
     started = []
@@ -50,7 +53,7 @@ def start_ranks(
 
 
 def run_ranks(world_size: int, case: Callable[..., Any], *arguments: Any, timeout_seconds: float = 120) -> list[Any]:
-    """The results of `case(ranks, *arguments)` in rank order. Raises AssertionError with the first failure's traceback."""
+    """The results of `case(ranks, *arguments)` in rank order. AssertionError with the first failure's traceback."""
     started = start_ranks(world_size, case, *arguments)
     try:
         pending = {pipe: rank for rank, (_, pipe) in enumerate(started)}
@@ -61,7 +64,7 @@ def run_ranks(world_size: int, case: Callable[..., Any], *arguments: Any, timeou
             for pipe in ready:
                 rank = pending.pop(pipe)
                 try:
-                    succeeded, value = pipe.recv()
+                    succeeded, value = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     started[rank][0].join(5)
                     raise AssertionError(f"rank {rank} died (exit code {started[rank][0].exitcode})") from None
@@ -94,12 +97,13 @@ def _rank_main(
     torch.set_num_threads(1)
     os.chdir(tempfile.gettempdir())  # nothing may depend on where a rank was started
     try:
-        sender.send((True, case(Ranks(rank, rank, world_size), *arguments)))
+        outcome = (True, case(Ranks(rank, rank, world_size), *arguments))
     except BaseException:
-        sender.send((False, traceback.format_exc()))
+        outcome = (False, traceback.format_exc())
+    sender.send_bytes(pickle.dumps(outcome))  # by value: a connection would share tensors by descriptors that die with us
 
 
-def kill_ranks(started: list[tuple[ForkServerProcess, Connection]]) -> None:
+def kill_ranks(started: Started) -> None:
     """SIGKILL every rank, as a lost machine would."""
     for process, _ in started:
         process.kill()

@@ -13,7 +13,7 @@ from data_pipeline.prepare import Options, prepare
 from tests.ranks import root
 from tokenizer.train import train
 
-VOCAB_SIZE = 2048
+VOCAB_SIZE = 1024
 
 
 @pytest.fixture(scope="session")
@@ -24,8 +24,7 @@ def corpus() -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trainer") / "tokenizer"
-    texts = [json.loads(line)["text"] for line in (corpus / "chinese.jsonl").open(encoding="utf-8")]
-    texts += [json.loads(line)["text"] for line in (corpus / "english.jsonl").open(encoding="utf-8")][:40]
+    texts = [json.loads(line)["text"] for line in (corpus / "english.jsonl").open(encoding="utf-8")]
     train(texts, folder, vocab_size=VOCAB_SIZE)
     return folder
 
@@ -33,7 +32,7 @@ def tokenizer(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def collection(corpus: Path, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trainer") / "collection"
-    inputs = {"chinese": [corpus / "chinese.jsonl"], "english": [corpus / "english.jsonl"]}
+    inputs = {"code": [corpus / "code.jsonl"], "english": [corpus / "english.jsonl"]}
     prepare(inputs, tokenizer, folder, Options(validation_fraction=0.05))
     return folder
 

@@ -405,9 +405,9 @@ def test_every_token_is_scored_once_behind_the_one_before_it(tokens: int, ranks:
 def test_a_cut_takes_whole_windows_spread_over_the_stream(max_tokens: int) -> None:
     scored: Counter[int] = Counter()
     for rank in range(2):
-        for _, targets in evaluation_batches(CountingStream(1000), 8, 3, EOS, rank, 2, max_tokens):
+        for _, targets in evaluation_batches(CountingStream(1003), 8, 3, EOS, rank, 2, max_tokens):
             scored.update(targets[targets != -100].tolist())
-    size = evaluation_size(1000, 3000, 8, max_tokens)
+    size = evaluation_size(1003, 3009, 8, max_tokens)
     assert set(scored.values()) == {1}
     assert scored.total() == size.tokens == max_tokens // 8 * 8
     assert size.text_bytes == pytest.approx(3 * size.tokens)

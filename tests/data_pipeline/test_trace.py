@@ -19,11 +19,11 @@ EOS = 2
 
 @pytest.fixture(scope="module")
 def streams(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TokenStream]:
-    """Documents of 1 to 70 tokens, some ending exactly at a window's end, in shards of several documents or of one."""
+    """Documents of 1 to 70 tokens, some beginning exactly where a window does, in shards of several documents or of one."""
     rng = np.random.default_rng(2)
     lengths = {
-        "en": [[0, 15, 16, 14, 1, 30, 0, 0, 69], [64], [3, 12, 40, 31]],
-        "zh": [[5, 5, 5], [33, 14, 15, 16]],
+        "en": [[15, 15, 16, 14, 1, 30, 0, 0, 69], [64], [3, 12, 40, 31]],
+        "zh": [[5, 5, 5], [33, 14, 15, 16, 0]],
     }
     streams = {}
     for name, shards in lengths.items():
@@ -104,6 +104,7 @@ def test_the_number_of_samples_is_a_bound(order: SampleOrder, streams: dict[str,
 def test_a_document_behind_the_last_window_is_never_read(order: SampleOrder, streams: dict[str, TokenStream]) -> None:
     covered = order.windows["zh"] * SEQ_LEN + 1
     behind = [n for n in range(streams["zh"].documents) if streams["zh"].document(n)[0] >= covered]
+    assert behind
     read = {read.document for read in documents_read(order, streams, range(SAMPLES)) if read.source == "zh"}
     assert read == set(range(streams["zh"].documents)) - set(behind)
 

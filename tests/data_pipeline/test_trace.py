@@ -19,7 +19,7 @@ EOS = 2
 
 @pytest.fixture(scope="module")
 def streams(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TokenStream]:
-    """Documents of 1 to 70 tokens, some beginning exactly where a window does, in shards of several documents or of one."""
+    """Documents of 1 to 70 tokens, one beginning where a window does, in shards of several documents or of one."""
     rng = np.random.default_rng(2)
     lengths = {
         "en": [[15, 15, 16, 14, 1, 30, 0, 0, 69], [64], [3, 12, 40, 31]],

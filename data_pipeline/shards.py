@@ -406,6 +406,15 @@ class Collection:
     manifest_sha256: str
     sources: dict[str, Source]
 
+    @property
+    def content_sha256(self) -> str:
+        """A hash of the tokens alone: equal wherever the inputs lay and whatever they were called when it was made."""
+        hashes = {
+            name: {split: [shard.bin_sha256 for shard in part.shards] for split, part in source.splits.items()}
+            for name, source in self.sources.items()
+        }
+        return hashlib.sha256(orjson.dumps([self.fingerprint, hashes], option=orjson.OPT_SORT_KEYS)).hexdigest()
+
 
 def open_collection(path: Path | str) -> Collection:
     """Open a collection after quick checks of everything in it but the tokens themselves.

@@ -73,6 +73,14 @@ def run(
     raise typer.Exit(run_launch(launch, os.environ))
 
 
+@app.command(epilog="\b\nExamples:\n  python -m launch demo")
+def demo() -> None:
+    """Raw text to an evaluated, sampled model, killed and resumed on the way; exit 1 if a promise does not hold."""
+    from launch.demo import Demo
+
+    raise typer.Exit(0 if Demo().run() else 1)
+
+
 def _refuse_impostors() -> None:
     """`model` and `tokenizer` are names on PyPI too: stop if one of ours is found somewhere else."""
     root = Path(__file__).resolve().parents[1]

@@ -95,7 +95,7 @@ class Inputs:
         order = sample_order(config, collection)
         identity = {
             "model": config.model.to_dict(),
-            "order": {**order.describe(), "manifest_sha256": collection.manifest_sha256},
+            "order": {**order.describe(), "content_sha256": collection.content_sha256},
             "global_batch_size": config.batch.global_batch_size,
             "world_size": world_size,
             "zero_stage": deepspeed["zero_optimization"]["stage"],

@@ -102,7 +102,8 @@ class Demo:
         holds = bool(replayed) and equal == replayed and len(everywhere) == len(undisturbed)
         self.note(
             "killed and resumed",
-            f"steps {replayed[0]} to {replayed[-1]} ran twice, {len(equal)} of {len(replayed)} losses equal, bit for bit"
+            f"steps {replayed[0]} to {replayed[-1]} ran twice, {len(equal)} of {len(replayed)} losses equal, "
+            "bit for bit"
             if replayed
             else "no step ran twice: the kill came at a checkpoint",
         )
@@ -116,7 +117,9 @@ class Demo:
         self.heading("5/6 evaluation on held-out text")
         scores = self.report("pretrain", "evaluate", RUN)
         for source, score in scores.items():
-            loss = f"loss {score['loss']:.3f} nats/token (unigram {score['unigram']:.3f}, uniform {score['uniform']:.3f})"
+            loss = (
+                f"loss {score['loss']:.3f} nats/token (unigram {score['unigram']:.3f}, uniform {score['uniform']:.3f})"
+            )
             figures = f"{loss}, perplexity {score['perplexity']:.1f}, {score['bits_per_byte']:.3f} bits/byte"
             self.say(f"{source}: {figures}")
             self.note(f"held-out {source}", figures)
@@ -146,7 +149,9 @@ class Demo:
         """What a command reports as JSON. LaunchError if it fails."""
         done = subprocess.run(self.show(*words, "--json"), stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode != 0:
-            raise LaunchError(f"`python -m {shlex.join(words)}` ended with code {done.returncode}; its output stands above")
+            raise LaunchError(
+                f"`python -m {shlex.join(words)}` ended with code {done.returncode}; its output stands above"
+            )
         return json.loads(done.stdout)
 
     def watched(self, words: tuple[str, ...], run: str, step: int, act: Callable[[str], None]) -> int:
@@ -171,7 +176,7 @@ class Demo:
         Path(run, "stop").touch()
 
     def show(self, *words: str) -> list[str]:
-        self.console.print(f"$ python -m {shlex.join(words)}", style="bold", markup=False)
+        self.console.print(f"$ python -m {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
         return [sys.executable, "-m", *words]
 
     def heading(self, text: str) -> None:

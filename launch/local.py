@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,6 +25,7 @@ from typing import Any
 FAILED = 1
 # DeepSpeed's launch.py kills its children 30 s after a signal; what is still there a little later is ended here.
 GRACE_SECONDS = 45.0
+SMI_SECONDS = 60.0
 
 
 class LaunchError(ValueError):
@@ -90,6 +92,7 @@ def prepare(
     plan = plan_recipe(recipe, world_size, overrides)
     directory = run_directory if run_directory is not None else Path("runs") / recipe.stem
     argv = [str(deepspeed_script()), *devices(gpus, world_size), "--master_port", str(free_port())]
+    argv += ["--log_level", "warning"]  # what DeepSpeed's two launchers say of themselves would drown what the run says
     argv += ["--module", "pretrain", "run", str(recipe), "--run", str(directory), "--resume", resume]
     argv += [word for override in overrides for word in ("--set", override)]
     return Launch(tuple(argv), added_environment(bool(gpus), world_size, environ), directory, world_size, plan)
@@ -118,12 +121,22 @@ def deepspeed_script() -> Path:
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[int, ...]:
     """Numbers of the NVIDIA GPUs a run may use, without importing torch: what nvidia-smi lists, narrowed by
-    CUDA_VISIBLE_DEVICES. LaunchError when that names GPUs by anything but a number listed there."""
+    CUDA_VISIBLE_DEVICES. LaunchError: nvidia-smi hangs, or that names GPUs by anything but a number listed there."""
     smi = shutil.which("nvidia-smi")
     if smi is None or environ.get("DS_ACCELERATOR") == "cpu":
         return ()
-    listed = subprocess.run([smi, "-L"], capture_output=True, text=True, check=False, timeout=60)
-    present = sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
+    listing = subprocess.Popen([smi, "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        listed, _ = listing.communicate(timeout=SMI_SECONDS)
+    except subprocess.TimeoutExpired:
+        listing.kill()
+        with suppress(subprocess.TimeoutExpired):  # nothing ends a process that hangs within the driver
+            listing.wait(1)
+        raise LaunchError(
+            f"{smi} -L gave no answer in {SMI_SECONDS:g} s, the GPU driver hangs: "
+            "set DS_ACCELERATOR=cpu to train on the CPU, or restart the machine"
+        ) from None
+    present = sum(line.startswith("GPU ") for line in listed.splitlines()) if listing.returncode == 0 else 0
     return narrow(present, environ.get("CUDA_VISIBLE_DEVICES"))
 
 

@@ -12,7 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from launch.local import Launch, LaunchError, added_environment, devices, free_port, narrow, read_status, run, verdict
+from launch.demo import Demo
+from launch.local import (
+    Launch,
+    LaunchError,
+    added_environment,
+    devices,
+    free_port,
+    narrow,
+    read_status,
+    run,
+    verdict,
+    visible_gpus,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,7 +51,7 @@ def test_a_dry_run_says_what_would_run_and_starts_nothing(tmp_path):
     assert argv[1:3] == ["--num_gpus", "2"]
     assert argv[3] == "--master_port"
     assert argv[5:] == [
-        *("--module", "pretrain", "run", "pretrain/recipes/debug.toml"),
+        *("--log_level", "warning", "--module", "pretrain", "run", "pretrain/recipes/debug.toml"),
         *("--run", str(directory), "--resume", "auto", "--set", "seed=3"),
     ]
     assert report["world_size"] == 2
@@ -85,6 +97,24 @@ def test_the_chosen_gpus_are_the_visible_ones():
     assert devices((0, 1, 2, 3), 2) == ["--num_gpus", "2"]
     assert devices((2, 3), 2) == ["--include", "localhost:2,3"]
     assert devices((), 2) == ["--num_gpus", "2"]
+
+
+def test_a_hanging_nvidia_smi_is_one_line(tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nexec sleep 60\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr("launch.local.SMI_SECONDS", 0.2)
+    with pytest.raises(LaunchError, match=r"gave no answer in 0\.2 s") as caught:
+        visible_gpus({})
+    assert "\n" not in str(caught.value)
+    assert visible_gpus({"DS_ACCELERATOR": "cpu"}) == ()
+
+
+def test_the_demo_shows_commands_in_one_line_to_be_copied(capsys):
+    words = ("data_pipeline", "prepare", *["--input", "english=data_pipeline/sample_corpus/english.jsonl"] * 5)
+    Demo().show(*words)
+    assert capsys.readouterr().out == f"$ python -m {' '.join(words)}\n"
 
 
 def test_ports_are_free_to_take():

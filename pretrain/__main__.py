@@ -128,16 +128,28 @@ def evaluate(
 
     from pretrain.evaluate import evaluate_checkpoint
 
+    watched = sys.stderr.isatty()
+    started = spoke_at = time.monotonic()
     columns = TextColumn("{task.fields[rate]}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    started = time.monotonic()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not watched) as progress:
         task = progress.add_task("evaluate", total=None, rate="")
 
         def show(done: int, total: int) -> None:
-            rate = done / (time.monotonic() - started)
-            progress.update(task, completed=done, total=total, rate=f"{rate:,.0f} tokens/s")
+            nonlocal spoke_at
+            rate = f"{done / (time.monotonic() - started):,.0f} tokens/s"
+            progress.update(task, completed=done, total=total, rate=rate)
+            if not watched and time.monotonic() - spoke_at > 10:
+                spoke_at = time.monotonic()
+                print(f"{done:,} of {total:,} tokens scored, {rate}", file=sys.stderr, flush=True)
 
-        scores = evaluate_checkpoint(checkpoint, data, batch_size=batch_size, max_tokens=max_tokens, on_tokens=show)
+        scores = evaluate_checkpoint(
+            checkpoint,
+            data,
+            batch_size=batch_size,
+            max_tokens=max_tokens,
+            accelerator=os.environ.get("DS_ACCELERATOR"),
+            on_tokens=show,
+        )
     if as_json:
         print(json.dumps({source: score.to_dict() for source, score in scores.items()}, indent=2))
         return
@@ -149,7 +161,9 @@ def evaluate(
         figures = (score.loss, score.perplexity, score.unigram, score.uniform, score.unigram - score.loss)
         loss, perplexity, unigram, uniform, gain = (f"{figure:.4f}" for figure in figures)
         table.add_row(source, f"{score.tokens:,}", loss, perplexity, bits, unigram, uniform, gain)
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, 110)
+    console.print(table)
     print("loss, unigram and uniform in nats per token; bits per UTF-8 byte of the source text")
 
 
@@ -178,6 +192,7 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
+        accelerator=os.environ.get("DS_ACCELERATOR"),
     ):
         print(
             json.dumps({"prompt": prompt, "continuation": continuation}, ensure_ascii=False)

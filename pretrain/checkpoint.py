@@ -16,8 +16,10 @@ rank writes the manifest, renames the folder, moves `latest`, then prunes. A kil
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 FORMAT = "zerohalf-checkpoint"
 FORMAT_VERSION = 1
 
+_STEP = re.compile(r"step-\d{8,}")
+
 
 @dataclass
 class TrainState:
@@ -49,6 +53,12 @@ class TrainState:
     global_step: int = 0
     consumed_samples: int = 0
     tokens_seen: int = 0
+
+    @classmethod
+    def of(cls, checkpoint: Path) -> TrainState:
+        """The state that a checkpoint describes."""
+        stored = _read_json(checkpoint / "state.json")
+        return cls(**{name: stored[name] for name in cls.__dataclass_fields__})
 
     def advance(self, plan: BatchPlan) -> None:
         self.global_step += 1
@@ -59,11 +69,10 @@ class TrainState:
 class Checkpoints:
     """The checkpoints of one run. Its methods are called on all ranks together."""
 
-    def __init__(self, folder: Path, keep_last: int, ranks: Ranks, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, keep_last: int, ranks: Ranks) -> None:
         self.folder = folder
         self.keep_last = keep_last
         self.ranks = ranks
-        self.say = say
 
     def save(self, engine: TrainingEngine, state: TrainState, identity: Mapping[str, Any]) -> Path:
         """Write a checkpoint of `state`; on return it is durable and `latest` names it."""
@@ -84,8 +93,9 @@ class Checkpoints:
         self.ranks.barrier()
         files = self._receipts(partial)
         if self.ranks.is_first:
-            manifest = {"format": FORMAT, "version": FORMAT_VERSION, "global_step": state.global_step, "files": files}
-            write_text(partial / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+            manifest = {"format": FORMAT, "version": FORMAT_VERSION, "files": files, "files_sha256": digest(files)}
+            # No newline behind the last brace: cut by one byte, it is no JSON any more.
+            write_text(partial / "manifest.json", json.dumps(manifest, indent=2))
             if final.exists():  # a run resumed from before it, saving the same step again
                 shutil.rmtree(final)
             partial.rename(final)
@@ -110,92 +120,133 @@ class Checkpoints:
         return dict(sorted(receipts.items()))
 
     def _prune(self) -> None:
-        for old in self.steps()[: -self.keep_last]:
+        for old in list_checkpoints(self.folder)[: -self.keep_last]:
             # Renamed first: a kill while deleting must not leave something that carries a checkpoint's name.
             doomed = old.with_name(old.name + ".deleted")
             old.rename(doomed)
             shutil.rmtree(doomed)
 
-    def clear_leftovers(self) -> None:
-        """Remove what a killed save or prune left behind (first rank only)."""
-        if self.ranks.is_first and self.folder.exists():
-            for leftover in [*self.folder.glob("step-*.partial"), *self.folder.glob("step-*.deleted")]:
-                shutil.rmtree(leftover)
-
-    def steps(self) -> list[Path]:
-        """Checkpoint folders by step, oldest first; not verified."""
-        return list_checkpoints(self.folder)
-
-    def newest_whole(self) -> Path | None:
-        """The newest checkpoint whose files all have the recorded hashes; None if there are no checkpoints at all.
-
-        Raises CheckpointError where there are checkpoints and not one of them is whole.
-        """
-        return self.ranks.on_first(self._newest_whole)
-
-    def _newest_whole(self) -> Path | None:
-        candidates = self.steps()
-        for path in reversed(candidates):
-            try:
-                verify(path)
-            except CheckpointError as error:
-                self.say(f"{error}; trying the one before it")
-            else:
-                return path
-        if candidates:
-            raise CheckpointError(
-                f"none of the {len(candidates)} checkpoints in {self.folder} is whole; "
-                "restore one from a copy, or start over with another --run"
-            )
-        return None
-
-    def load(self, path: Path, engine: TrainingEngine, identity: Mapping[str, Any]) -> TrainState:
-        """Put `path` into the engine and return the state it describes.
-
-        Raises CheckpointError where the checkpoint belongs to another run or another set of ranks.
-        """
-        stored = json.loads((path / "state.json").read_text())
-        refuse_other_run(path, stored, identity)
+    def load(self, path: Path, engine: TrainingEngine) -> TrainState:
+        """Put a checkpoint of this run (see `choose`) into the engine, and return the state it describes."""
         engine.load(path / "engine")
         torch.set_rng_state(torch.load(path / f"rng-{self.ranks.rank:05d}.pt", weights_only=True))
-        return TrainState(**{name: stored[name] for name in TrainState.__dataclass_fields__})
+        return TrainState.of(path)
 
 
-def refuse_other_run(path: Path, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raises CheckpointError, in one line, where a stored identity is not this run's.
+# ---------------------------------------------------------------- before a run, one process alone
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove what a killed save or prune left behind."""
+    for leftover in [*folder.glob("step-*.partial"), *folder.glob("step-*.deleted")]:
+        shutil.rmtree(leftover)
+
+
+def choose(
+    folder: Path, resume: str, identity: Mapping[str, Any], say: Callable[[str], None] = lambda message: None
+) -> Path | None:
+    """The checkpoint to resume from, verified and this run's; None for a fresh start.
+
+    `resume` is "auto" (the newest whole checkpoint in `folder`, if there is one), "never" (CheckpointError if there is
+    one), or a path: that checkpoint, unless the run has gone on from it already; then the run's newest, or, for an
+    older one of its own, CheckpointError. CheckpointError too where the chosen one is another run's or other ranks'.
+    """
+    if resume == "never":
+        if list_checkpoints(folder):
+            raise CheckpointError(
+                f"{folder} already holds checkpoints: choose another --run, or leave out --resume never"
+            )
+        return None
+    chosen = newest_whole(folder, say)
+    if resume != "auto":
+        wanted = Path(resume).resolve()
+        verify(wanted)
+        own = wanted.parent == folder.resolve()
+        if own and chosen is not None and chosen.resolve() != wanted:
+            raise CheckpointError(
+                f"{folder} goes on behind {wanted.name}, to {chosen.name}: to branch off from {wanted.name}, "
+                "choose another --run"
+            )
+        if chosen is None:
+            chosen = wanted
+    if chosen is not None:
+        refuse_other_run(chosen, identity)
+    return chosen
+
+
+def newest_whole(folder: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint whose files all have the recorded hashes; None if there is none at all.
+
+    Damaged ones are told of and renamed to step-….damaged. CheckpointError where all there are are damaged.
+    """
+    candidates = list_checkpoints(folder)
+    damaged: list[Path] = []
+    for path in reversed(candidates):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            say(f"{error}; trying the one before it")
+            damaged.append(path)
+            continue
+        for other in damaged:
+            other.rename(_unused_name(other.with_name(other.name + ".damaged")))
+        return path
+    if candidates:
+        raise CheckpointError(
+            f"none of the {len(candidates)} checkpoints in {folder} is whole: restore one from a copy, "
+            "or start over with another --run"
+        )
+    return None
+
+
+def _unused_name(path: Path) -> Path:
+    number = 2
+    candidate = path
+    while candidate.exists():
+        candidate = path.with_name(f"{path.name}-{number}")
+        number += 1
+    return candidate
+
+
+def refuse_other_run(path: Path, identity: Mapping[str, Any]) -> None:
+    """Raises CheckpointError, in one line, where a checkpoint's identity is not this run's.
 
     Stages of the mixture that have not begun yet may differ: what has been read is the same.
     """
+    stored = _read_json(path / "state.json")
     line = difference(stored["order"], identity["order"], consumed_samples=stored["consumed_samples"])
     if line is not None:
         raise CheckpointError(f"{path}: {line}; resume with the data it was trained on, or choose another --run")
     for name, value in identity.items():
-        if name != "order" and stored[name] != value:
-            raise CheckpointError(
-                f"{path} was written with {name} = {stored[name]}, this run has {value}: "
-                f"resume with the same {name}, or choose another --run"
-            )
+        earlier = stored[name]
+        if name == "order" or earlier == value:
+            continue
+        if isinstance(value, dict):
+            key = next(key for key in {**earlier, **value} if earlier.get(key) != value.get(key))
+            name, earlier, value = f"{name}.{key}", earlier.get(key), value.get(key)
+        remedy = f"start it with --ranks {earlier}" if name == "world_size" else f"resume with the same {name}"
+        raise CheckpointError(
+            f"{path} was written with {name} = {earlier}, this run has {value}: {remedy}, or choose another --run"
+        )
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Folders named step-NNNNNNNN with a manifest, oldest first."""
-    found = [p for p in folder.glob("step-*") if p.suffix == "" and (p / "manifest.json").exists()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+    """Folders named step-NNNNNNNN with a manifest, oldest first; not verified."""
+    found = [p for p in folder.glob("step-*") if _STEP.fullmatch(p.name) and (p / "manifest.json").exists()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def verify(path: Path) -> None:
     """Raise CheckpointError, naming the file, unless every file is there with its recorded size and sha256."""
-    try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        files = manifest["files"]
-        known = manifest["format"] == FORMAT and manifest["version"] == FORMAT_VERSION
-    except (OSError, ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{path}/manifest.json is missing or damaged") from None
-    if not known:
-        raise CheckpointError(
-            f"{path} has format {manifest['format']} {manifest['version']}, not {FORMAT} {FORMAT_VERSION}"
-        )
-    for name, record in files.items():
+    if not path.is_dir():
+        raise CheckpointError(f"{path} does not exist")
+    manifest = _read_json(path / "manifest.json")
+    found = manifest.get("format"), manifest.get("version")
+    if found != (FORMAT, FORMAT_VERSION):
+        raise CheckpointError(f"{path}/manifest.json says format {found[0]} {found[1]}, not {FORMAT} {FORMAT_VERSION}")
+    if digest(manifest["files"]) != manifest.get("files_sha256"):
+        raise CheckpointError(f"{path}/manifest.json is damaged")
+    for name, record in manifest["files"].items():
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
@@ -203,6 +254,21 @@ def verify(path: Path) -> None:
             raise CheckpointError(f"{file} has {file.stat().st_size} bytes, {record['bytes']} were written")
         if file_sha256(file) != record["sha256"]:
             raise CheckpointError(f"{file} is damaged: its sha256 is not the recorded one")
+
+
+def digest(files: Mapping[str, Any]) -> str:
+    """What a manifest says of its own list of files, so that a damaged list is noticed."""
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        raise CheckpointError(f"{path} is missing or damaged") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged")
+    return content
 
 
 def find(path: Path) -> Path:
@@ -231,7 +297,7 @@ def load_model(path: Path) -> Transformer:
 
     path = find(path)
     verify(path)
-    config = ModelConfig(**json.loads((path / "model.json").read_text()))
+    config = ModelConfig(**_read_json(path / "model.json"))
     weights = load_file(path / "weights.safetensors")
     model = Transformer(config).to(next(iter(weights.values())).dtype)
     missing = model.load_state_dict(weights, strict=False).missing_keys

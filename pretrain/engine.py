@@ -261,8 +261,8 @@ class TrainingEngine:
         self._unpartitioned = self.zero_stage == 0 and config.precision.compute == "fp32"
         self._measured_norm = 0.0
         model.to(device)
-        # ZeRO-0 in bf16 takes a step on zero gradients to make its state: at rate 0 it decays no weight, and without the
-        # state it leaves, AdamW's step count begins at 1 (else the first update is a quarter too small).
+        # ZeRO-0 in bf16 takes a step on zero gradients to make its state: at rate 0 that decays no weight, and with the
+        # state cleared, AdamW's step count begins at 1 (else the first update is a quarter too small).
         optimizer = build_optimizer(model, config.optimizer, initial_lr=0.0)
         self._engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=dict(resolved), dist_init_required=False

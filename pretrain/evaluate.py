@@ -26,7 +26,7 @@ from data_pipeline.loader import Scored, evaluation_batches, evaluation_size
 from data_pipeline.shards import DataFormatError, Split, TokenStream, open_collection
 from model.loss import IGNORED, LossSum
 from pretrain.checkpoint import load_model, run_of
-from pretrain.config import from_root, load_recipe
+from pretrain.config import RecipeError, from_root, load_recipe
 from pretrain.runtime import Ranks, pick_device
 from tokenizer.codec import Codec
 
@@ -73,12 +73,11 @@ def evaluate(
 
     `forward` takes inputs and targets (batch_size, seq_len) and gives a LossSum; every rank calls it equally often.
     `max_tokens` bounds the tokens scored of each source, to whole windows evenly spread over it (bits per byte is then
-    an estimate). A source without held-out tokens is left out. `on_tokens` hears how many tokens all ranks have scored, about,
-    and how many there are.
+    an estimate). A source without held-out tokens is left out. `on_tokens` hears about how many tokens all ranks have
+    scored, and how many there are.
     """
-    limit = None if max_tokens is None else max(max_tokens, seq_len)
     sizes = {
-        source: evaluation_size(split.tokens, split.text_bytes, seq_len, limit)
+        source: evaluation_size(split.tokens, split.text_bytes, seq_len, max_tokens)
         for source, split in splits.items()
         if split.tokens > 0
     }
@@ -91,7 +90,7 @@ def evaluate(
         counts = torch.zeros(vocab_size, dtype=torch.float64)
         with closing(TokenStream(splits[source])) as stream:
             for inputs, targets in evaluation_batches(
-                stream, seq_len, batch_size, eos_id, ranks.rank, ranks.world_size, limit
+                stream, seq_len, batch_size, eos_id, ranks.rank, ranks.world_size, max_tokens
             ):
                 loss_sum += forward(inputs, targets).loss_sum
                 scored = targets[targets != IGNORED]
@@ -125,6 +124,7 @@ def evaluate_checkpoint(
     *,
     batch_size: int,
     max_tokens: int | None,
+    accelerator: str | None = None,
     on_tokens: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Score]:
     """Score a run's newest checkpoint, or the one named, on `data` (the run's own collection if None).
@@ -141,8 +141,12 @@ def evaluate_checkpoint(
             f"{data} was written with the tokenizer {collection.fingerprint[:12]}, {checkpoint} was trained with "
             f"{codec.fingerprint[:12]}: prepare the text again with --tokenizer {run.tokenizer}"
         )
-    device = pick_device(0)
+    device = pick_device(0, accelerator)
     model = load_model(checkpoint).to(device)
+    if max_tokens is not None and max_tokens < model.config.seq_len:
+        raise RecipeError(
+            f"--max-tokens {max_tokens} is less than one window of {model.config.seq_len} tokens: raise it"
+        )
 
     @torch.no_grad()
     def forward(inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> LossSum:

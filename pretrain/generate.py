@@ -21,12 +21,14 @@ def continue_prompts(
     top_k: int | None,
     top_p: float | None,
     seed: int,
+    accelerator: str | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Each prompt with its continuation, which ends at EOS or after `max_new_tokens`.
 
-    A prompt stands where a document begins in training: behind an EOS. Raises RecipeError for a prompt too long.
+    A prompt stands where a document begins in training: behind an EOS. Raises RecipeError for a prompt too long, a
+    setting out of range, or a model whose weights are not finite.
     """
-    model = load_model(checkpoint).to(pick_device(0))
+    model = load_model(checkpoint).to(pick_device(0, accelerator))
     codec = Codec.load(run_of(checkpoint).tokenizer)
     for prompt in prompts:
         ids = [codec.eos_id, *codec.encode(prompt)]
@@ -35,14 +37,17 @@ def continue_prompts(
                 f"the prompt's {len(ids)} tokens and {max_new_tokens} new ones exceed the model's seq_len "
                 f"{model.config.seq_len}: shorten the prompt or --max-new-tokens"
             )
-        produced = generate(
-            model,
-            ids,
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop_id=codec.eos_id,
-        )
+        try:
+            produced = generate(
+                model,
+                ids,
+                max_new_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=seed,
+                stop_id=codec.eos_id,
+            )
+        except ValueError as error:
+            raise RecipeError(f"cannot generate from {checkpoint}: {error}") from None
         yield prompt, codec.decode(produced)

@@ -21,11 +21,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from data_pipeline.order import SampleOrder
 from model.accounting import flops_per_token
 from pretrain.checkpoint import TrainState
 from pretrain.config import RunConfig
 from pretrain.evaluate import Score
-from pretrain.run_directory import RunDirectory, now
+from pretrain.run_directory import RunDirectory, RunState, now
 
 
 class MetricsLog:
@@ -43,9 +44,13 @@ class MetricsLog:
             self._writer = SummaryWriter(str(tensorboard), purge_step=global_step + 1)
 
     def write(self, kind: str, step: int, values: Mapping[str, float | int | str | None]) -> None:
-        """One record: `values` in full precision. Numbers also go to TensorBoard as KIND/NAME (or KIND/SOURCE/NAME)."""
-        record = {"kind": kind, "step": step, "attempt": self.attempt, **values, "at": now()}
-        self._file.write(json.dumps(record) + "\n")
+        """One record, `values` in full precision, null where one is not finite (JSON has no infinity).
+
+        Numbers also go to TensorBoard, as KIND/NAME or KIND/SOURCE/NAME.
+        """
+        finite = {name: None if _is_not_finite(value) else value for name, value in values.items()}
+        record = {"kind": kind, "step": step, "attempt": self.attempt, **finite, "at": now()}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
         if self._writer is not None:
             prefix = f"{kind}/{values['source']}" if "source" in values else kind
@@ -57,6 +62,10 @@ class MetricsLog:
         self._file.close()
         if self._writer is not None:
             self._writer.close()
+
+
+def _is_not_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _end_torn_line(path: Path) -> None:
@@ -115,11 +124,12 @@ class Report:
     for numbers that are not finite.
     """
 
-    def __init__(self, directory: RunDirectory, config: RunConfig, *, attempt: int, active: bool) -> None:
+    def __init__(self, directory: RunDirectory, config: RunConfig, *, active: bool) -> None:
         self._directory = directory
         self._config = config
-        self._attempt = attempt
         self._active = active
+        self._attempt: int | None = None
+        self._state = TrainState()
         self._log: MetricsLog | None = None
         self._bar: Progress | None = None
         self._steps = 0
@@ -140,7 +150,9 @@ class Report:
             self._bar.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._attempt is not None:
+            self._write_status("failed")
         if self._bar is not None:
             self._bar.stop()
         if self._log is not None:
@@ -153,13 +165,21 @@ class Report:
         elif self._active:
             print(message, file=sys.stderr, flush=True)
 
-    def begins(self, state: TrainState) -> None:
+    def begins(self, attempt: int, state: TrainState, resumed_from: Path | None, order: SampleOrder) -> None:
+        """The attempt is numbered and its first step is near: open the logs, say what will be read."""
+        self._attempt, self._state = attempt, state
         if self._active:
             tensorboard = self._directory.tensorboard if self._config.logging.tensorboard else None
-            self._log = MetricsLog(
-                self._directory.metrics, tensorboard, attempt=self._attempt, global_step=state.global_step
-            )
-        self._write_status("running", state)
+            self._log = MetricsLog(self._directory.metrics, tensorboard, attempt=attempt, global_step=state.global_step)
+        if resumed_from is not None:
+            self.say(f"resumed from {resumed_from}: step {state.global_step}, {state.tokens_seen:,} tokens seen")
+        samples = self._config.schedule.max_steps * self._config.batch.global_batch_size
+        for stage in order.describe()["stages"]:
+            slots = ", ".join(f"{source} {count}" for source, count in stage["slots"].items())
+            self.say(f"mixture from sample {stage['first_sample']:,}: of every {stage['period']:,} samples {slots}")
+        epochs = ", ".join(f"{source} {count:.2f}" for source, count in order.epochs(samples).items())
+        self.say(f"epochs in {samples:,} samples: {epochs}")
+        self._write_status("running")
 
     @contextmanager
     def timed_step(self) -> Iterator[None]:
@@ -172,6 +192,7 @@ class Report:
 
     def step(self, state: TrainState, *, loss: float, lr: float, grad_norm: float, skipped_steps: int) -> None:
         """Record the step that `state` now counts. Raises TrainingDivergedError where a number is not finite."""
+        self._state = state
         tokens_per_second = self._tokens_per_step / self._step_seconds
         if self._log is not None:
             self._log.write(
@@ -206,7 +227,7 @@ class Report:
         if state.global_step % self._config.logging.every_steps == 0 or state.global_step == max_steps:
             if self._bar is None:
                 self.say(f"step {state.global_step}/{max_steps}  {figures}")
-            self._write_status("running", state)
+            self._write_status("running")
 
     def scores(self, state: TrainState, scores: Mapping[str, Score]) -> None:
         """Record an evaluation, one record a source."""
@@ -217,15 +238,15 @@ class Report:
         self.say(f"step {state.global_step}: held-out loss  {losses}")
 
     def ends(self, outcome: Literal["stopped", "finished"], state: TrainState, message: str) -> None:
-        self._write_status(outcome, state)
+        self._write_status(outcome)
         self.say(f"step {state.global_step}: {message}; peak memory {peak_memory_bytes() / 1e9:.2f} GB on this rank")
 
-    def _write_status(self, state_name: Literal["running", "stopped", "finished"], state: TrainState) -> None:
-        if self._active:
+    def _write_status(self, state: RunState) -> None:
+        if self._active and self._attempt is not None:
             self._directory.write_status(
-                state_name,
+                state,
                 attempt=self._attempt,
-                global_step=state.global_step,
+                global_step=self._state.global_step,
                 max_steps=self._config.schedule.max_steps,
             )
 

@@ -31,6 +31,10 @@ from pretrain.config import PROJECT_ROOT
 RECORDED_PACKAGES = ("torch", "deepspeed", "numpy", "sentencepiece", "pydantic", "safetensors")
 
 
+# What a run last said of itself. "running" also stands behind a run that was killed: see updated_at.
+RunState = Literal["running", "stopped", "finished", "failed"]
+
+
 class RunDirectoryError(ValueError):
     """The run directory cannot be used as asked; the message says why and what to do."""
 
@@ -118,9 +122,7 @@ class RunDirectory:
         write_text(self.environment, json.dumps({"attempts": attempts}, indent=2) + "\n")
         return attempt
 
-    def write_status(
-        self, state: Literal["running", "stopped", "finished"], *, attempt: int, global_step: int, max_steps: int
-    ) -> None:
+    def write_status(self, state: RunState, *, attempt: int, global_step: int, max_steps: int) -> None:
         record = {
             "state": state,
             "attempt": attempt,

@@ -5,6 +5,8 @@ Only this file reads the launcher's environment variables, and only `pretrain/__
 
 from __future__ import annotations
 
+import ctypes
+import platform
 import random
 import signal
 import socket
@@ -18,8 +20,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from pretrain.config import RecipeError
+
 T = TypeVar("T")
 
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# mallopt(3)
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -30,20 +37,29 @@ class Ranks:
     rank: int
     local_rank: int
     world_size: int
+    accelerator: str | None = None  # what DS_ACCELERATOR asks for
 
     @classmethod
     def from_environment(cls, environ: MutableMapping[str, str]) -> Ranks:
-        """Read what the launcher set (RANK, LOCAL_RANK, WORLD_SIZE).
+        """Read what the launcher set: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
-        Without a launcher this is one process: the variables that torch.distributed wants are then filled in,
-        with a free port, so that `python -m pretrain run` works on its own.
+        Without any of them this is one process, and they are filled in, with a free port, so that
+        `python -m pretrain run` works on its own. RecipeError where only some are set.
         """
-        if "WORLD_SIZE" not in environ:
+        missing = [name for name in LAUNCHER_VARIABLES if name not in environ]
+        if missing and len(missing) < len(LAUNCHER_VARIABLES):
+            present = sorted(set(LAUNCHER_VARIABLES) - set(missing))
+            raise RecipeError(
+                f"the environment has {', '.join(present)} but not {', '.join(missing)}: set all of them or none"
+            )
+        if missing:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
-            environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        return cls(int(environ["RANK"]), int(environ["LOCAL_RANK"]), int(environ["WORLD_SIZE"]))
+            values = ("0", "0", "1", "127.0.0.1", str(port))
+            environ.update(zip(LAUNCHER_VARIABLES, values, strict=True))
+        rank, local_rank, world_size = (int(environ[name]) for name in LAUNCHER_VARIABLES[:3])
+        return cls(rank, local_rank, world_size, environ.get("DS_ACCELERATOR"))
 
     @property
     def is_first(self) -> bool:
@@ -65,12 +81,12 @@ class Ranks:
         return values
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """Call `function` on the first rank only; its result, or its ValueError, reaches every rank."""
-        outcome: tuple[T | None, ValueError | None] = (None, None)
+        """Call `function` on the first rank only; its result, or its ValueError or OSError, reaches every rank."""
+        outcome: tuple[T | None, ValueError | OSError | None] = (None, None)
         if self.is_first:
             try:
                 outcome = (function(), None)
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 outcome = (None, error)
         result, failure = self.broadcast(outcome)
         if failure is not None:
@@ -89,12 +105,31 @@ class Ranks:
             dist.barrier()
 
 
-def pick_device(local_rank: int) -> torch.device:
-    """The GPU with this process's local rank, else the CPU."""
-    if torch.cuda.is_available():
+def pick_device(local_rank: int, accelerator: str | None = None) -> torch.device:
+    """The GPU with this process's local rank where there is one, else the CPU; `accelerator` "cpu" means the CPU.
+
+    RecipeError where "cuda" is asked for and torch sees too few GPUs.
+    """
+    gpus = torch.cuda.device_count() if accelerator != "cpu" and torch.cuda.is_available() else 0
+    if accelerator == "cuda" or gpus:
+        if local_rank >= gpus:
+            raise RecipeError(f"rank {local_rank} of this machine has no GPU, torch sees {gpus}: start fewer ranks")
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
+    keep_freed_memory()
     return torch.device("cpu")
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep the memory that tensors free, instead of returning it to the system and faulting it in anew.
+
+    Activations come and go in blocks of megabytes, which malloc by default maps and unmaps each time: a fifth of a
+    small model's CPU time. Memory then stays at its peak, which is what a run needs anyway.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 * 2**20)):
+            libc.mallopt(parameter, value)
 
 
 def seed_everything(seed: int) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +18,12 @@ from data_pipeline.shards import Collection, TokenStream, open_collection
 from model.loss import IGNORED
 from model.transformer import Transformer
 from pretrain.batching import BatchPlan
-from pretrain.checkpoint import Checkpoints, TrainState, verify
-from pretrain.config import RecipeError, RunConfig, from_root, parse_recipe, to_toml
+from pretrain.checkpoint import Checkpoints, TrainState, choose, clear_leftovers
+from pretrain.config import RecipeError, RunConfig, from_root, to_toml
 from pretrain.engine import TrainingEngine, process_group, read_json, resolve
 from pretrain.evaluate import Score, evaluate
 from pretrain.metrics import Report
-from pretrain.run_directory import CheckpointError, RunDirectory, RunDirectoryError, write_text
+from pretrain.run_directory import RunDirectory, write_text
 from pretrain.runtime import Ranks, StopRequest, pick_device, seed_everything
 from pretrain.schedule import learning_rate
 from tokenizer.codec import Codec
@@ -84,7 +83,7 @@ class Inputs:
 
     @classmethod
     def check(cls, config: RunConfig, world_size: int) -> Inputs:
-        """Open all that one process can open. Raises one of the ValueErrors of config, shards, codec: one clear line."""
+        """Open all that one process can open. Raises RecipeError, DataFormatError or TokenizerError: one clear line."""
         plan = BatchPlan(
             config.batch.global_batch_size, config.batch.micro_batch_size, world_size, config.model.seq_len
         )
@@ -92,6 +91,7 @@ class Inputs:
         collection = open_collection(from_root(config.data.path))
         codec = Codec.load(from_root(config.data.tokenizer))
         refuse_other_tokenizer(config, collection, codec)
+        refuse_nothing_held_out(config, collection)
         order = sample_order(config, collection)
         identity = {
             "model": config.model.to_dict(),
@@ -118,6 +118,16 @@ def refuse_other_tokenizer(config: RunConfig, collection: Collection, codec: Cod
         )
 
 
+def refuse_nothing_held_out(config: RunConfig, collection: Collection) -> None:
+    """Raises RecipeError where there is nothing to evaluate on."""
+    if not any(source.splits["validation"].tokens for source in collection.sources.values()):
+        documents = sum(source.splits["train"].documents for source in collection.sources.values())
+        raise RecipeError(
+            f"{config.data.path} holds {documents:,} documents to train on and none to evaluate on: "
+            "prepare it again with a larger --validation-fraction"
+        )
+
+
 def sample_order(config: RunConfig, collection: Collection) -> SampleOrder:
     """The order in which this recipe reads this collection. Raises RecipeError where the two don't fit."""
     tokens = {name: source.splits["train"].tokens for name, source in collection.sources.items()}
@@ -129,27 +139,33 @@ def sample_order(config: RunConfig, collection: Collection) -> SampleOrder:
         raise RecipeError(f"{config.data.path}: {error}") from None
 
 
-def begin_attempt(directory: RunDirectory, inputs: Inputs, resume: str, pids: list[int]) -> int:
-    """Take the run directory, write down what will run, and number this attempt. First rank only.
+def begin_attempt(
+    directory: RunDirectory, inputs: Inputs, resume: str, pids: list[int], say: Callable[[str], None]
+) -> tuple[int, Path | None]:
+    """Take the run directory, choose the checkpoint to go on from, and write down what will run. First rank only.
 
-    Raises RunDirectoryError where the directory is in use, or holds a run that was asked not to be resumed.
+    Returns the attempt's number and the checkpoint. Raises RunDirectoryError or CheckpointError, with the directory as
+    it was, where another run is at work there or what it holds is not this run.
     """
     directory.lock()
-    changes: list[str] = []
-    if directory.recipe.exists():
-        earlier = to_toml(parse_recipe(tomllib.loads(directory.recipe.read_text()))).splitlines()
-        changes = [line for line in to_toml(inputs.config).splitlines() if line not in earlier]
-    if resume == "never" and any(directory.checkpoints.glob("step-*/manifest.json")):
-        raise RunDirectoryError(
-            f"{directory.path} already holds checkpoints and --resume never was asked: choose another --run"
-        )
-    directory.stop_file.unlink(missing_ok=True)
     directory.checkpoints.mkdir(exist_ok=True)
-    if not directory.tokenizer.exists():
-        inputs.codec.copy_to(directory.tokenizer)
-    write_text(directory.recipe, to_toml(inputs.config))
+    clear_leftovers(directory.checkpoints)
+    chosen = choose(directory.checkpoints, resume, inputs.identity, say)
+    recipe = to_toml(inputs.config)
+    earlier = directory.recipe.read_text().splitlines() if directory.recipe.exists() else recipe.splitlines()
+    directory.stop_file.unlink(missing_ok=True)
+    inputs.codec.copy_to(directory.tokenizer)
+    write_text(directory.recipe, recipe)
     write_text(directory.deepspeed, json.dumps(inputs.deepspeed, indent=2) + "\n")
-    return directory.begin_attempt({"world_size": inputs.plan.world_size, "pids": pids, "recipe_changes": changes})
+    attempt = directory.begin_attempt(
+        {
+            "world_size": inputs.plan.world_size,
+            "pids": pids,
+            "resumed_from": None if chosen is None else str(chosen),
+            "recipe_changes": [line for line in recipe.splitlines() if line not in earlier],
+        }
+    )
+    return attempt, chosen
 
 
 def build_engine(inputs: Inputs, ranks: Ranks, device: torch.device) -> TrainingEngine:
@@ -159,31 +175,6 @@ def build_engine(inputs: Inputs, ranks: Ranks, device: torch.device) -> Training
     model.activation_checkpointing = config.memory.activation_checkpointing
     model.loss_chunk_tokens = config.memory.loss_chunk_tokens
     return TrainingEngine(model, config, inputs.deepspeed, ranks, device)
-
-
-def start_or_resume(checkpoints: Checkpoints, resume: str, engine: TrainingEngine, inputs: Inputs) -> TrainState:
-    """A fresh state, or the one of a checkpoint, which is then in the engine.
-
-    auto: the newest whole checkpoint of this run, or a fresh start. A path: that checkpoint, unless the run has gone on
-    from it: then the run's own newest, or, for an older one of its own, CheckpointError.
-    """
-    chosen = None if resume == "never" else checkpoints.newest_whole()
-    if resume not in ("auto", "never"):
-        wanted = Path(resume).resolve()
-        own = checkpoints.folder.resolve() in wanted.parents
-        if own and chosen is not None and chosen.resolve() != wanted:
-            raise CheckpointError(
-                f"{checkpoints.folder.parent} goes on behind {wanted.name}, to {chosen.name}: to branch off from "
-                f"{wanted.name}, choose another --run"
-            )
-        if chosen is None:
-            checkpoints.ranks.on_first(lambda: verify(wanted))
-            chosen = wanted
-    if chosen is None:
-        return TrainState()
-    state = checkpoints.load(chosen, engine, inputs.identity)
-    checkpoints.say(f"resumed from {chosen}: step {state.global_step}, {state.tokens_seen:,} tokens seen")
-    return state
 
 
 # ---------------------------------------------------------------- the run
@@ -196,19 +187,22 @@ def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") 
     directory = RunDirectory(path)
     stop = StopRequest(directory.stop_file)
     stop.install()
-    device = pick_device(ranks.local_rank)
+    device = pick_device(ranks.local_rank, ranks.accelerator)
     seed_everything(config.seed)
     with ExitStack() as stack:
         stack.enter_context(process_group(device))
+        report = stack.enter_context(Report(directory, config, active=ranks.is_first))
         pids = ranks.gather(os.getpid())
-        attempt = ranks.on_first(lambda: begin_attempt(directory, inputs, resume, pids))
-        report = stack.enter_context(Report(directory, config, attempt=attempt, active=ranks.is_first))
-        checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep_last, ranks, report.say)
-        checkpoints.clear_leftovers()
+        attempt, resumed_from = ranks.on_first(lambda: begin_attempt(directory, inputs, resume, pids, report.say))
         engine = build_engine(inputs, ranks, device)
-        state = start_or_resume(checkpoints, resume, engine, inputs)
+        checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep_last, ranks)
+        state = TrainState() if resumed_from is None else checkpoints.load(resumed_from, engine)
         batches = stack.enter_context(loader(inputs, ranks, state))
-        report.begins(state)
+        report.begins(attempt, state, resumed_from, inputs.order)
+        if state.global_step >= schedule.max_steps:
+            report.say(
+                f"nothing to do: step {state.global_step} of schedule.max_steps = {schedule.max_steps} is reached"
+            )
 
         while state.global_step < schedule.max_steps:
             lr = learning_rate(state.global_step, schedule)

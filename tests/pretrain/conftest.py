@@ -39,7 +39,7 @@ def collection(corpus: Path, tokenizer: Path, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="session")
 def tiny_recipe(collection: Path, tokenizer: Path) -> Callable[..., dict[str, Any]]:
-    """A recipe's tables, of a model that takes some milliseconds a step; keyword arguments replace whole tables' keys."""
+    """A recipe's tables, of a model that takes some milliseconds a step; keyword arguments replace keys of a table."""
 
     def tables(**changes: dict[str, Any]) -> dict[str, Any]:
         recipe: dict[str, Any] = {

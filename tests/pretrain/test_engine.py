@@ -1,4 +1,4 @@
-"""The real engine on two real ranks: gradients as a plain process has them, every stage and precision that is offered."""
+"""The real engine on two real ranks: gradients as a plain process has them, every stage and precision offered."""
 
 from __future__ import annotations
 
@@ -198,11 +198,12 @@ def test_every_offered_precision_trains(
     offered: tuple[int, str, str], precision_results: dict[tuple[int, str, str], list[dict[str, Any]]]
 ) -> None:
     """The dtypes are those the recipe names, the loss falls, and the ranks agree."""
-    stage, master, _ = offered
+    _, master, _ = offered
     first, second = precision_results[offered]
     assert first["losses"] == second["losses"]
     assert first["losses"][-1] < first["losses"][0] - 0.1
-    assert all(np.isfinite(first["norms"])) and min(first["norms"]) > 0
+    assert all(np.isfinite(first["norms"]))
+    assert min(first["norms"]) > 0
     assert first["weights"] == {torch.bfloat16}
     wanted = torch.bfloat16 if master == "bf16" else torch.float32
     assert first["states"] == {wanted}

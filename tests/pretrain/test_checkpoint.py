@@ -1,0 +1,185 @@
+"""Checkpoints of a real run: damage is found and passed over, strangers are refused, leftovers are no checkpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pretrain.checkpoint import choose, clear_leftovers, find, list_checkpoints, load_model, verify
+from pretrain.config import parse_recipe
+from pretrain.run_directory import CheckpointError, RunDirectory, RunDirectoryError
+from pretrain.runtime import Ranks
+from pretrain.train import Inputs, begin_attempt, train
+from tests.ranks import run_ranks
+
+Tables = Callable[..., dict[str, Any]]
+
+
+def train_case(ranks: Ranks, tables: dict[str, Any], path: Path) -> str:
+    return train(parse_recipe(tables), path, ranks)
+
+
+@pytest.fixture(scope="module")
+def finished_run(tiny_recipe: Tables, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run of 8 steps on one rank with checkpoints at 2, 4, 6 and 8, of which the last three are kept."""
+    path = tmp_path_factory.mktemp("run") / "run"
+    tables = tiny_recipe(
+        schedule={"max_steps": 8}, checkpoint={"every_steps": 2, "keep_last": 3}, evaluation={"every_steps": 100}
+    )
+    assert run_ranks(1, train_case, tables, path) == ["finished"]
+    return path, tables
+
+
+@pytest.fixture
+def run(finished_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A copy to damage."""
+    path, tables = finished_run
+    shutil.copytree(path, tmp_path / "run")
+    return tmp_path / "run", tables
+
+
+def identity(tables: dict[str, Any], world_size: int = 1) -> dict[str, Any]:
+    return Inputs.check(parse_recipe(tables), world_size).identity
+
+
+def names(path: Path) -> list[str]:
+    return [checkpoint.name for checkpoint in list_checkpoints(path / "checkpoints")]
+
+
+def test_the_last_ones_are_kept_and_latest_names_the_newest(run: tuple[Path, dict[str, Any]]) -> None:
+    path, tables = run
+    assert names(path) == ["step-00000004", "step-00000006", "step-00000008"]
+    assert (path / "checkpoints" / "latest").read_text() == "step-00000008\n"
+    assert find(path).name == "step-00000008"
+    assert choose(path / "checkpoints", "auto", identity(tables)) == path / "checkpoints" / "step-00000008"
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    return sorted(file for file in checkpoint.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "lost"])
+def test_damage_anywhere_is_found_and_the_one_before_is_used(damage: str, run: tuple[Path, dict[str, Any]]) -> None:
+    """Every file of a checkpoint in turn, its manifest too."""
+    path, tables = run
+    newest = path / "checkpoints" / "step-00000008"
+    expected = path / "checkpoints" / "step-00000006"
+    relative = [file.relative_to(newest) for file in files_of(newest)]
+    assert len(relative) >= 6
+    for number, name in enumerate(relative):
+        original = (newest / name).read_bytes()
+        if damage == "flip":
+            at = (number * 7919) % len(original)
+            (newest / name).write_bytes(original[:at] + bytes([original[at] ^ 1]) + original[at + 1 :])
+        elif damage == "cut":
+            (newest / name).write_bytes(original[:-1])
+        else:
+            (newest / name).unlink()
+        said: list[str] = []
+        assert choose(path / "checkpoints", "auto", identity(tables), said.append) == expected, name
+        damaged = newest.with_name(newest.name + ".damaged")
+        if name.name != "manifest.json" or damage != "lost":  # without a manifest it is no checkpoint at all
+            assert newest.name in said[0]
+            assert names(path) == ["step-00000004", "step-00000006"]
+            damaged.rename(newest)
+        (newest / name).write_bytes(original)
+        verify(newest)
+
+
+def test_all_damaged_is_an_error_that_says_what_to_do(run: tuple[Path, dict[str, Any]]) -> None:
+    path, tables = run
+    for checkpoint in list_checkpoints(path / "checkpoints"):
+        (checkpoint / "weights.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"none of the 3 checkpoints .* is whole.*another --run"):
+        choose(path / "checkpoints", "auto", identity(tables))
+
+
+def test_what_a_kill_left_is_no_checkpoint_and_is_cleared(run: tuple[Path, dict[str, Any]]) -> None:
+    path, _ = run
+    folder = path / "checkpoints"
+    shutil.copytree(folder / "step-00000008", folder / "step-00000010.partial")
+    (folder / "step-00000004").rename(folder / "step-00000004.deleted")
+    assert names(path) == ["step-00000006", "step-00000008"]
+    clear_leftovers(folder)
+    assert sorted(entry.name for entry in folder.iterdir()) == ["latest", "step-00000006", "step-00000008"]
+
+
+@pytest.mark.parametrize(
+    "changes, world_size, message",
+    [
+        ({"batch": {"global_batch_size": 16}}, 1, "global_batch_size = 8, this run has 16"),
+        ({}, 2, "world_size = 1, this run has 2: start it with --ranks 1"),
+        ({"deepspeed": {"config": "ds_configs/zero1.json"}}, 1, "zero_stage = 2, this run has 1"),
+        ({"precision": {"master": "bf16"}}, 1, "precision.master = fp32, this run has bf16"),
+        ({"model": {"d_ff": 512}}, 1, "model.d_ff = 256, this run has 512"),
+        ({"model": {"seq_len": 32}}, 1, "seq_len was 64 and is now 32"),
+    ],
+)
+def test_another_run_is_refused_by_name(
+    changes: dict[str, Any], world_size: int, message: str, run: tuple[Path, dict[str, Any]], tiny_recipe: Tables
+) -> None:
+    path, tables = run
+    changed = {**tables, **{name: {**tables.get(name, {}), **values} for name, values in changes.items()}}
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        choose(path / "checkpoints", "auto", identity(changed, world_size))
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(run: tuple[Path, dict[str, Any]]) -> None:
+    path, tables = run
+    before = {name: (path / name).read_bytes() for name in ("recipe.toml", "environment.json", "deepspeed.json")}
+    inputs = Inputs.check(parse_recipe({**tables, "seed": 12}), 1)
+    with pytest.raises(CheckpointError, match="seed was 11 and is now 12"):
+        begin_attempt(RunDirectory(path), inputs, "auto", [1], print)
+    assert before == {name: (path / name).read_bytes() for name in before}
+
+
+def test_a_longer_run_may_resume_and_the_change_is_recorded(run: tuple[Path, dict[str, Any]]) -> None:
+    path, tables = run
+    longer = {**tables, "schedule": {**tables["schedule"], "max_steps": 12}}
+    attempt, chosen = begin_attempt(RunDirectory(path), Inputs.check(parse_recipe(longer), 1), "auto", [1], print)
+    assert (attempt, chosen) == (2, path / "checkpoints" / "step-00000008")
+    recorded = json.loads((path / "environment.json").read_text())["attempts"][-1]
+    assert recorded["recipe_changes"] == ["max_steps = 12"]
+    assert recorded["resumed_from"] == str(chosen)
+
+
+def test_a_directory_in_use_is_refused(run: tuple[Path, dict[str, Any]]) -> None:
+    path, tables = run
+    holder = RunDirectory(path)
+    holder.lock()
+    with pytest.raises(RunDirectoryError, match="in use by another run"):
+        begin_attempt(RunDirectory(path), Inputs.check(parse_recipe(tables), 1), "auto", [1], print)
+
+
+def test_resume_never_and_resume_from_a_path(run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    path, tables = run
+    folder, empty = path / "checkpoints", tmp_path / "other" / "checkpoints"
+    ours = identity(tables)
+    with pytest.raises(CheckpointError, match="already holds checkpoints"):
+        choose(folder, "never", ours)
+    assert choose(empty, "never", ours) is None
+    assert choose(empty, "auto", ours) is None
+    assert choose(empty, str(folder / "step-00000004"), ours) == (folder / "step-00000004").resolve()
+    assert choose(folder, str(folder / "step-00000008"), ours) == folder / "step-00000008"
+    with pytest.raises(CheckpointError, match="choose another --run"):
+        choose(folder, str(folder / "step-00000004"), ours)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        choose(folder, str(tmp_path / "nowhere"), ours)
+
+
+def test_the_plain_weights_are_those_the_engine_computed_with(run: tuple[Path, dict[str, Any]]) -> None:
+    """weights.safetensors against DeepSpeed's own file; the tie is one tensor, stored once."""
+    path, _ = run
+    model = load_model(path)
+    assert model.lm_head.weight is model.embed_tokens.weight
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    theirs = torch.load(find(path) / "engine" / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, theirs[name]), name

@@ -1,0 +1,59 @@
+"""metrics.jsonl: appended, strict JSON, readable whatever a kill left of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from pretrain.metrics import MetricsLog, all_records, format_duration, read_metrics
+
+
+def write(path: Path, attempt: int, losses: dict[int, float]) -> None:
+    log = MetricsLog(path, None, attempt=attempt, global_step=min(losses) - 1)
+    for step, loss in losses.items():
+        log.write("train", step, {"loss": loss})
+    log.close()
+
+
+def test_a_replayed_step_stands_twice_and_the_last_attempt_counts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, {1: 5.0, 2: 4.0, 3: 3.5})
+    write(path, 2, {3: 3.25, 4: 3.0})
+    assert [(r["step"], r["attempt"], r["loss"]) for r in read_metrics(path)] == [
+        (1, 1, 5.0), (2, 1, 4.0), (3, 2, 3.25), (4, 2, 3.0),
+    ]  # fmt: skip
+    assert len(all_records(path)) == 5
+
+
+def test_a_line_cut_anywhere_costs_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, {1: 5.0, 2: 4.0})
+    whole = path.read_bytes()
+    for cut in range(whole.index(b"\n") + 1, len(whole)):
+        path.write_bytes(whole[:cut])
+        write(path, 2, {2: 4.5, 3: 3.0})
+        steps = [record["step"] for record in read_metrics(path)]
+        assert steps == [1, 2, 3]
+        assert read_metrics(path)[1]["loss"] == 4.5
+
+
+def test_full_precision_and_strict_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    loss = 10.373491181781864
+    write(path, 1, {1: loss, 2: math.inf, 3: math.nan})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    records = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    assert [record["loss"] for record in records] == [loss, None, None]
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(0, "0 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7620, "2 h 07 min"), (273600, "3 d 04 h")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,8 +19,17 @@ if TYPE_CHECKING:
     from data_pipeline.inspection import Segment
     from data_pipeline.shards import Collection
 
+PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
+
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, help=__doc__
+    help="Corpora to token files, their check, their content.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    epilog="\b\nExamples:\n"
+    "  python -m data_pipeline prepare --input en=books/ --tokenizer tokenizers/x --out data/x\n"
+    "  python -m data_pipeline inspect data/x --document 0",
 )
 
 _PREPARE_EXAMPLES = """\b
@@ -221,31 +231,47 @@ def _print_json(content: dict[str, Any]) -> None:
 
 
 def _refuse_impostors() -> None:
-    """Our packages have common names: end at once when one of them would come from elsewhere than this checkout."""
-    root = Path(__file__).resolve().parent.parent
-    for name in ("data_pipeline", "tokenizer"):
-        spec = find_spec(name)
-        origin = spec.origin if spec else None
-        if origin is None or not Path(origin).resolve().is_relative_to(root):
-            print(
-                f"error: package {name!r} comes from {origin}, not from {root}; run from that folder", file=sys.stderr
-            )
+    """Names like `model` stand on PyPI too: each package of ours must be the one beside this file."""
+    root = Path(__file__).resolve().parents[1]
+    for name in PACKAGES:
+        spec = importlib.util.find_spec(name)
+        places = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
+        place = next(filter(None, places), "nowhere")  # a folder without __init__.py has no origin
+        if not Path(place).resolve().is_relative_to(root / name):
+            print(f"error: package {name} would come from {place}, not from {root}: run from there", file=sys.stderr)
             raise SystemExit(2)
 
 
+def _complain(message: str) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
 def main() -> None:
-    """Run the command line; a known error is one line on stderr and exit 2."""
+    """Run a verb. What a user can cause is one line on stderr and exit code 2; Ctrl-C is 130, a closed pipe 1."""
     _refuse_impostors()
     from data_pipeline.corpus import CorpusError
     from data_pipeline.prepare import PrepareError
     from data_pipeline.shards import DataFormatError
     from tokenizer.codec import TokenizerError
 
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names and texts may hold what it can't show
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        app()
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)  # None, or the code of a typer.Exit
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has left; without this, Python says so once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
     except (CorpusError, DataFormatError, PrepareError, TokenizerError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from None
+        code = _complain(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # what usage errors have; typer gives them no public name
+            raise
+        code = _complain(f"{error.format_message().rstrip('.')}: see --help")
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":

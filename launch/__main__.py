@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import sys
@@ -82,23 +83,42 @@ def demo() -> None:
 
 
 def _refuse_impostors() -> None:
-    """`model` and `tokenizer` are names on PyPI too: stop if one of ours is found somewhere else."""
+    """Names like `model` stand on PyPI too: each package of ours must be the one beside this file."""
     root = Path(__file__).resolve().parents[1]
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
-        origin = Path(spec.origin).resolve() if spec is not None and spec.origin else None
-        if origin is None or root not in origin.parents:
-            print(f"error: package {name} is {origin}, not {root / name}: run from {root}", file=sys.stderr)
+        places = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
+        place = next(filter(None, places), "nowhere")  # a folder without __init__.py has no origin
+        if not Path(place).resolve().is_relative_to(root / name):
+            print(f"error: package {name} would come from {place}, not from {root}: run from there", file=sys.stderr)
             raise SystemExit(2)
 
 
+def _complain(message: str) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
 def main() -> None:
+    """Run a verb. What a user can cause is one line on stderr and exit code 2; Ctrl-C is 130, a closed pipe 1."""
     _refuse_impostors()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names and texts may hold what it can't show
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        app(prog_name="python -m launch")
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)  # None, or the code of a typer.Exit
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has left; without this, Python says so once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
     except (LaunchError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        code = _complain(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # what usage errors have; typer gives them no public name
+            raise
+        code = _complain(f"{error.format_message().rstrip('.')}: see --help")
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """python -m model: what a model costs, and whether it is what it claims to be."""
 
 import importlib.util
+import io
 import json
 import os
 import sys
@@ -91,9 +92,11 @@ def load(target: str) -> ModelConfig:
     if target in PRESETS:
         return PRESETS[target]
     path = Path(target)
-    if path.suffix != ".toml" and not path.exists():
+    if not path.is_file():
+        known = [*PRESETS, *map(str, path.parent.glob("*.toml"))]
         raise ModelConfigError(
-            f'"{target}" is neither a preset nor a recipe file{nearest(target, PRESETS)}; presets: {", ".join(PRESETS)}'
+            f'"{target}" is no preset, and taken as a recipe\'s path it is no file{nearest(target, known)}; '
+            f"presets: {', '.join(PRESETS)}"
         )
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8")).get("model")
@@ -148,28 +151,43 @@ def _count_text(target: str, config: ModelConfig) -> str:
 
 
 def _refuse_impostors() -> None:
-    """Names like `model` exist on package indexes: every sibling must come from this root."""
+    """Names like `model` stand on PyPI too: each package of ours must be the one beside this file."""
     root = Path(__file__).resolve().parents[1]
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
-        if spec is None:
-            continue
-        places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or [])
-        for place in places:
-            if not Path(place).resolve().is_relative_to(root):
-                print(f"error: package {name} comes from {place}, not from {root}: uninstall it there", file=sys.stderr)
-                raise SystemExit(2)
+        places = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
+        place = next(filter(None, places), "nowhere")  # a folder without __init__.py has no origin
+        if not Path(place).resolve().is_relative_to(root / name):
+            print(f"error: package {name} would come from {place}, not from {root}: run from there", file=sys.stderr)
+            raise SystemExit(2)
+
+
+def _complain(message: str) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
 
 
 def main() -> None:
-    """The command line; bad input ends in one line on stderr and exit code 2."""
+    """Run a verb. What a user can cause is one line on stderr and exit code 2; Ctrl-C is 130, a closed pipe 1."""
     _refuse_impostors()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names and texts may hold what it can't show
+        sys.stdout.reconfigure(errors="backslashreplace")
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
-        app(prog_name="python -m model")
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)  # None, or the code of a typer.Exit
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has left; without this, Python says so once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
     except (ModelConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+        code = _complain(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # what usage errors have; typer gives them no public name
+            raise
+        code = _complain(f"{error.format_message().rstrip('.')}: see --help")
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import os
 import signal
 import sys
 import time
@@ -21,6 +22,8 @@ from tokenizer.codec import Codec, TokenizerError
 from tokenizer.report import report, table, total
 from tokenizer.sample import Weighted, check_weight
 from tokenizer.train import DEFAULT_SAMPLE_BYTES, train
+
+PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
 
 app = typer.Typer(
     name="python -m tokenizer",
@@ -40,7 +43,12 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A tokenizer folder.
 InputFile = Annotated[Path | None, typer.Option("--file", help="Read from this file; - is standard input.")]
 
 
-@app.command("train")
+@app.command(
+    "train",
+    epilog="\b\nExamples:\n"
+    "  python -m tokenizer train --input books/ --vocab-size 32000 --out tokenizers/books\n"
+    "  python -m tokenizer train --input en.jsonl.zst --input zh.jsonl.zst=2 --vocab-size 4096 --out tokenizers/mixed",
+)
 def train_command(
     inputs: Annotated[
         list[str],
@@ -61,13 +69,7 @@ def train_command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tokenizer that stands at --out.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a tokenizer from txt, jsonl (plain, .gz, .zst) and parquet files.
-
-    \b
-    Examples:
-      python -m tokenizer train --input books/ --vocab-size 32000 --out tokenizers/books
-      python -m tokenizer train --input en.jsonl.zst --input zh.jsonl.zst=2 --vocab-size 4096 --out tokenizers/mixed
-    """
+    """Train a tokenizer from txt, jsonl (plain, .gz, .zst) and parquet files."""
     # SentencePiece runs for minutes and looks at no signal. Nothing is on disk meanwhile: let Ctrl-C simply end us.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sources = [_parse_weighted(value) for value in inputs]
@@ -111,7 +113,11 @@ def train_command(
     _print_dropped(sources)
 
 
-@app.command()
+@app.command(
+    epilog="\b\nExamples:\n"
+    "  python -m tokenizer encode tokenizers/books 'It was a dark night'\n"
+    "  python -m tokenizer encode tokenizers/books --file chapter.txt --eos --json",
+)
 def encode(
     folder: Folder,
     text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="The text itself.")] = None,
@@ -120,13 +126,7 @@ def encode(
     eos: Annotated[bool, typer.Option("--eos", help="Put the end id last.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print the ids of a text, in one line.
-
-    \b
-    Examples:
-      python -m tokenizer encode tokenizers/books "It was a dark night"
-      python -m tokenizer encode tokenizers/books --file chapter.txt --eos --json
-    """
+    """Print the ids of a text, in one line."""
     if (text is None) == (file is None):
         raise TokenizerError("give either TEXT or --file, not both")
     codec = Codec.load(folder)
@@ -137,21 +137,19 @@ def encode(
         print(*ids)
 
 
-@app.command()
+@app.command(
+    epilog="\b\nExamples:\n"
+    "  python -m tokenizer decode tokenizers/books 412 97 2003\n"
+    "  python -m tokenizer encode tokenizers/books --file a.txt > a.ids\n"
+    "  python -m tokenizer decode tokenizers/books --file a.ids | cmp - a.txt",
+)
 def decode(
     folder: Folder,
     ids: Annotated[list[str] | None, typer.Argument(metavar="[IDS]...", help="Ids, separated by spaces.")] = None,
     file: InputFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the text of ids, byte for byte: no line break is added, except on a terminal.
-
-    \b
-    Examples:
-      python -m tokenizer decode tokenizers/books 412 97 2003
-      python -m tokenizer encode tokenizers/books --file a.txt > a.ids
-      python -m tokenizer decode tokenizers/books --file a.ids | cmp - a.txt
-    """
+    """Print the text of ids, byte for byte: no line break is added, except on a terminal."""
     if (not ids) == (file is None):
         raise TokenizerError("give either IDS or --file, not both")
     codec = Codec.load(folder)
@@ -168,7 +166,12 @@ def decode(
     sys.stdout.buffer.write(text.encode("utf-8") + (b"\n" if sys.stdout.isatty() else b""))
 
 
-@app.command("report")
+@app.command(
+    "report",
+    epilog="\b\nExamples:\n"
+    "  python -m tokenizer report tokenizers/mixed --input english=en.jsonl.zst --input chinese=zh.jsonl.zst\n"
+    "  python -m tokenizer report tokenizers/mixed --input held-out/ --json",
+)
 def report_command(
     folder: Folder,
     inputs: Annotated[
@@ -177,13 +180,7 @@ def report_command(
     text_field: TextField = "text",
     as_json: AsJson = False,
 ) -> None:
-    """Print how well a tokenizer fits texts: bytes per token, byte fallback, vocabulary used, texts changed.
-
-    \b
-    Examples:
-      python -m tokenizer report tokenizers/mixed --input english=en.jsonl.zst --input chinese=zh.jsonl.zst
-      python -m tokenizer report tokenizers/mixed --input held-out/ --json
-    """
+    """Print how well a tokenizer fits texts: bytes per token, byte fallback, vocabulary used, texts changed."""
     codec = Codec.load(folder)
     sources = _parse_named(inputs)
     with _progress("encoding", sources) as on_bytes:
@@ -332,35 +329,44 @@ def _progress(what: str, sources: list[_Source]) -> Iterator[Callable[[int], Non
 
 
 def _refuse_impostors() -> None:
-    """Names like `tokenizer` exist on PyPI: what would be imported under our names must lie beside this package."""
+    """Names like `model` stand on PyPI too: each package of ours must be the one beside this file."""
     root = Path(__file__).resolve().parents[1]
-    for package in ("tokenizer", "data_pipeline"):
-        spec = importlib.util.find_spec(package)
-        origin = Path(spec.origin).resolve() if spec and spec.origin else None
-        if origin is None or origin.parent != root / package:
-            where = origin or "nowhere"
-            print(f"error: package {package} would come from {where}, not from {root}; run from there", file=sys.stderr)
+    for name in PACKAGES:
+        spec = importlib.util.find_spec(name)
+        places = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
+        place = next(filter(None, places), "nowhere")  # a folder without __init__.py has no origin
+        if not Path(place).resolve().is_relative_to(root / name):
+            print(f"error: package {name} would come from {place}, not from {root}: run from there", file=sys.stderr)
             raise SystemExit(2)
 
 
+def _complain(message: str) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
 def main() -> None:
-    """Run a verb; every error that a user can cause is one line on stderr and exit code 2."""
+    """Run a verb. What a user can cause is one line on stderr and exit code 2; Ctrl-C is 130, a closed pipe 1."""
     _refuse_impostors()
     from data_pipeline.corpus import CorpusError
 
-    if isinstance(sys.stdout, io.TextIOWrapper):  # file names and pieces may hold what it can't show
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names and texts may hold what it can't show
         sys.stdout.reconfigure(errors="backslashreplace")
-
     try:
-        app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)  # None, or the code of a typer.Exit
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has left; without this, Python says so once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
     except (TokenizerError, CorpusError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        code = _complain(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
     except Exception as error:
         if not hasattr(error, "format_message"):  # what usage errors have; typer gives them no public name
             raise
-        print(f"error: {error.format_message()} See --help.", file=sys.stderr)
-        raise SystemExit(2) from None
+        code = _complain(f"{error.format_message().rstrip('.')}: see --help")
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":

@@ -138,27 +138,6 @@ def test_bad_input_is_one_line_and_exit_2(
     assert not (tmp_path / "o").exists()
 
 
-@pytest.mark.parametrize("verb", ["prepare", "verify", "inspect"])
-def test_help_ends_with_examples(
-    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = run(monkeypatch, capsys, verb, "--help")
-    assert code == 0
-    assert f"python -m data_pipeline {verb} " in out.rpartition("Examples:")[2]
-
-
-def test_an_impostor_of_a_sibling_is_named(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer").mkdir()
-    (tmp_path / "tokenizer" / "__init__.py").write_text("")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "data_pipeline" / "__main__.py"), "verify", "x"],
-        capture_output=True, text=True, check=False, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
-    )  # fmt: skip
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert str(tmp_path) in done.stderr
-
-
 def test_a_full_disk_is_one_line_and_the_next_run_continues(tmp_path: Path, tokenizer_folder: Path) -> None:
     """A limit on the size of files stands in for the full disk: the write fails half-way."""
     lines = [json.dumps({"text": f"{number} {text}"}) for number in range(3) for text in real_texts(60)]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,14 +19,6 @@ TRICKY = "line\r\n\ttab   three spaces </s> <s> 道可道\u2028\x00😀\n"
 def run(*arguments: object, stdin: bytes = b"", cwd: Path = ROOT) -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-m", "tokenizer", *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, check=False, timeout=60)
-
-
-@pytest.mark.parametrize("verb", [[], ["train"], ["encode"], ["decode"], ["report"]])
-def test_help_ends_with_examples(verb: list[str]) -> None:
-    done = run(*verb, "--help")
-    assert done.returncode == 0
-    assert b"Examples:\n" in done.stdout
-    assert b"python -m tokenizer " in done.stdout.split(b"Examples:")[1]
 
 
 def test_the_whole_chain_on_files(texts: list[str], tmp_path: Path) -> None:
@@ -84,8 +75,6 @@ def test_encode_and_decode_on_the_command_line(tokenizer_folder: Path, codec: Co
 
 
 ERRORS: dict[str, tuple[list[str], str]] = {
-    "no such verb": (["frob"], "frob"),
-    "no option": (["train"], "--input"),
     "no such file": (["train", "--input", "{tmp}/absent.txt", "--vocab-size", "600", "--out", "{tmp}/t"], "absent.txt"),
     "empty corpus": (["train", "--input", "{tmp}/empty.txt", "--vocab-size", "600", "--out", "{tmp}/t"], "no text"),
     "cut corpus": (["train", "--input", "{tmp}/cut.jsonl.gz", "--vocab-size", "600", "--out", "{tmp}/t"], "cut"),
@@ -137,16 +126,3 @@ def test_errors_are_one_line_and_exit_code_2(
 def test_an_error_ends_the_process_with_code_2() -> None:
     done = run("encode", "absent-folder", "text")
     assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (2, b"", 1)
-
-
-def test_a_package_of_the_same_name_from_elsewhere_is_named(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "tokenizer", tmp_path / "tokenizer")
-    impostor = tmp_path / "elsewhere" / "data_pipeline"
-    impostor.mkdir(parents=True)
-    (impostor / "__init__.py").touch()
-    program = "import sys; sys.path.insert(0, sys.argv.pop(1)); import tokenizer.__main__ as m; m.main()"
-    command = [sys.executable, "-c", program, str(impostor.parent)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False, timeout=60)
-    assert done.returncode == 2
-    assert done.stderr.startswith(b"error: package data_pipeline would come from " + str(impostor).encode())
-    assert done.stderr.count(b"\n") == 1

@@ -1,0 +1,235 @@
+"""What all five command lines have in common, each run as a user runs it: a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from pretrain.config import parse_recipe, to_toml
+from tests.test_papers import PACKAGES, commands, faults
+
+ROOT = Path(__file__).resolve().parents[1]
+VERBS = [(package, verb) for package in PACKAGES for verb in commands(package)]
+# Imported by what a verb does, never by its help.
+HEAVY = ("torch", "deepspeed", "pyarrow", "datasets", "matplotlib", "tensorboard")
+
+
+def python(*arguments: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    """Exit code 2, nothing on stdout, and on stderr one line that says all these words."""
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith("error: ")
+    for word in words:
+        assert word in done.stderr
+
+
+# ---------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize("package, verb", [*((package, None) for package in PACKAGES), *VERBS])
+def test_help_ends_with_examples_and_comes_without_heavy_imports(package: str, verb: str | None) -> None:
+    done = python("-X", "importtime", "-m", package, *([verb] if verb else []), "--help")
+    assert done.returncode == 0
+    imported = set(re.findall(r"\| +([\w.]+)$", done.stderr, re.MULTILINE))
+    assert "typer" in imported
+    assert not imported & set(HEAVY)
+    _, heading, examples = done.stdout.rpartition("\n  Examples:\n")
+    assert heading
+    lines = [line.strip() for line in examples.splitlines()]
+    assert all(line.startswith((f"python -m {package} ", f"deepspeed --module {package} ")) for line in lines)
+    assert verb is None or any(line.split()[3] == verb for line in lines)
+    assert not faults(examples)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_argument_means_help(package: str) -> None:
+    done = python("-m", package)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"Usage: python -m {package} ")
+
+
+# ---------------------------------------------------------------- usage errors
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_an_unknown_verb_is_one_line(package: str) -> None:
+    assert_one_line(python("-m", package, "frob"), "frob", "--help")
+
+
+@pytest.mark.parametrize("package, verb", VERBS)
+def test_an_unknown_option_is_one_line(package: str, verb: str) -> None:
+    assert_one_line(python("-m", package, verb, "--frob"), "--frob", "--help")
+
+
+@pytest.mark.parametrize("package, verb", [pair for pair in VERBS if pair != ("launch", "demo")])
+def test_a_missing_argument_is_one_line(package: str, verb: str) -> None:
+    assert_one_line(python("-m", package, verb), "Missing", "--help")
+
+
+@pytest.mark.parametrize(
+    "command, option",
+    [
+        ("tokenizer train", "--vocab-size"),
+        ("data_pipeline prepare", "--workers"),
+        ("data_pipeline inspect", "--document"),
+        ("model verify", "--seed"),
+        ("pretrain plan", "--world-size"),
+        ("pretrain evaluate", "--batch-size"),
+        ("pretrain generate", "--top-p"),
+        ("launch run", "--ranks"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_one_line(command: str, option: str) -> None:
+    assert_one_line(python("-m", *command.split(), option, "many"), option, "--help")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["tokenizer", "encode", "absent\nfolder", "text"],
+        ["data_pipeline", "verify", "absent\nfolder"],
+        ["model", "count", "absent\nfile"],
+        ["pretrain", "plan", "absent\nfile"],
+        ["launch", "run", "absent\nfile"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_an_error_is_one_line_whatever_it_tells(arguments: list[str]) -> None:
+    assert_one_line(python("-m", *arguments), "absent")
+
+
+# ---------------------------------------------------------------- the ends of a process
+
+
+@pytest.mark.parametrize(
+    "package, form", [*((package, "{}/__init__.py") for package in PACKAGES), ("pretrain", "{}.py")]
+)
+def test_a_package_of_our_name_from_elsewhere_is_named(package: str, form: str, tmp_path: Path) -> None:
+    sibling = "model" if package != "model" else "tokenizer"
+    impostor = tmp_path / "elsewhere" / form.format(sibling)
+    impostor.parent.mkdir(parents=True)
+    impostor.touch()
+    path = os.pathsep.join([str(tmp_path / "elsewhere"), str(ROOT)])
+    done = python("-m", package, "--help", cwd=tmp_path, PYTHONPATH=path)
+    assert_one_line(done, f"package {sibling} would come from {impostor}", f"not from {ROOT}")
+
+
+@pytest.mark.parametrize("arguments", [*([package] for package in PACKAGES), ["model", "count", "mini"]])
+def test_a_reader_that_leaves_is_not_told_so(arguments: list[str]) -> None:
+    """As `| head` does."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_an_interrupt_ends_without_a_traceback() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "model", "verify", "mini"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("1. parameters")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "")
+
+
+# ---------------------------------------------------------------- --json
+
+
+def strictly(text: str) -> Any:
+    """The value of JSON as its standard has it: Python's parser alone takes NaN and Infinity too."""
+
+    def refuse(constant: str) -> NoReturn:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def report(*arguments: object) -> Any:
+    done = python("-m", *arguments)
+    assert done.returncode == 0, done.stderr
+    return strictly(done.stdout)
+
+
+def test_the_rule_sees_what_is_no_json() -> None:
+    assert strictly('{"a": [1e5, null]}') == {"a": [1e5, None]}
+    for constant in ("NaN", "Infinity", "-Infinity"):
+        with pytest.raises(AssertionError, match=constant):
+            strictly(f'{{"a": [{constant}]}}')
+
+
+def test_every_report_is_strict_json(tmp_path: Path) -> None:
+    """The whole road in its smallest form; a source of one short document has no held-out text and no window."""
+    lines = (ROOT / "data_pipeline" / "sample_corpus" / "english.jsonl").read_text(encoding="utf-8").splitlines()
+    text, short = tmp_path / "text.jsonl", tmp_path / "short.jsonl"
+    text.write_text("\n".join(lines[:12]) + "\n", encoding="utf-8")
+    short.write_text('{"text": "道"}\n', encoding="utf-8")
+    tokenizer, data = tmp_path / "tokenizer", tmp_path / "data"
+
+    trained = report("tokenizer", "train", "--input", text, "--vocab-size", 400, "--out", tokenizer, "--json")
+    assert trained["vocab_size"] == 400
+    ids = report("tokenizer", "encode", tokenizer, "道 </s>", "--json")["ids"]
+    assert report("tokenizer", "decode", tokenizer, *ids, "--json") == {"text": "道 </s>"}
+    fitted = report("tokenizer", "report", tokenizer, "--input", text, "--input", f"short={short}", "--json")
+    assert fitted["all"]["documents"] == 13
+
+    prepare = ("data_pipeline", "prepare", f"text={text}", f"short={short}", "--tokenizer", tokenizer, "--out", data)
+    assert report(*prepare, "--validation-fraction", 0.3, "--workers", 1, "--json")["sources"].keys() == {
+        "text",
+        "short",
+    }
+    assert report("data_pipeline", "verify", data, "--full", "--json")["ok"]
+    assert report("data_pipeline", "inspect", data, "--json")["sources"]["short"]["validation"]["tokens"] in (0, 4)
+    shown = report("data_pipeline", "inspect", data, "--source", "text", "--document", 0, "--json")
+    assert shown["segments"][0]["ended"]
+
+    recipe, run = tmp_path / "tiny.toml", tmp_path / "run"
+    sizes = {"d_model": 64, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "d_ff": 64, "seq_len": 64}
+    tables: dict[str, Any] = {
+        "model": {"preset": "mini", "vocab_size": 400, **sizes},
+        "data": {"path": str(data), "tokenizer": str(tokenizer)},
+        "batch": {"global_batch_size": 1, "micro_batch_size": 1},
+        "schedule": {"peak_lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 1, "max_steps": 2},
+        "evaluation": {"every_steps": 2, "max_tokens": 128},
+        "checkpoint": {"every_steps": 2},
+        "logging": {"tensorboard": False},
+    }
+    recipe.write_text(to_toml(parse_recipe(tables)), encoding="utf-8")
+    assert report("model", "count", recipe, "--json")["parameters"] > 0
+    assert len(report("model", "verify", recipe, "--json")["checks"]) == 5
+    assert report("pretrain", "plan", recipe, "--device-memory", "2GB", "--json")["parameters"] > 0
+    assert report("launch", "run", recipe, "--dry-run", "--json")["world_size"] == 1
+    done = python("-m", "pretrain", "run", recipe, "--run", run)
+    assert done.returncode == 0, done.stderr
+    assert "all" in report("pretrain", "evaluate", run, "--json")
+    assert report("pretrain", "generate", run, "--prompt", "道", "--max-new-tokens", 2, "--json")["prompt"] == "道"
+    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        strictly(line)

@@ -186,6 +186,16 @@ class RunConfig(_Table):
         return from_table(dict(value)) if isinstance(value, Mapping) else value
 
     @model_validator(mode="after")
+    def _evaluation_scores_a_window(self) -> RunConfig:
+        most, window = self.evaluation.max_tokens, self.model.seq_len
+        if most is not None and most < window:
+            raise ValueError(
+                f"evaluation.max_tokens {most} is less than one window of model.seq_len {window} tokens: "
+                f"use {window} or more, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _stages_start_on_a_sample(self) -> RunConfig:
         for stage in self.data.stages:
             low = stage.from_tokens // self.model.seq_len * self.model.seq_len

@@ -200,6 +200,8 @@ def _refuse_unknown_keys(ds_json: Mapping[str, Any]) -> None:
         return
     stage = zero_stage(ds_json)
     for key in zero:
+        if "offload" in key:
+            raise RecipeError(f"DeepSpeed JSON: zero_optimization.{key}: offloading is not supported yet: remove it")
         if key not in ZERO_KEYS:
             near = nearest(key, sorted(ZERO_KEYS))
             raise RecipeError(

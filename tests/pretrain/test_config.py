@@ -55,6 +55,10 @@ def test_bare_words_are_strings(path, override, value):
     assert load_recipe(path, [override]).data.path == value
 
 
+def test_an_evaluation_of_one_window_is_possible(path):
+    assert load_recipe(path, ["evaluation.max_tokens=1024"]).evaluation.max_tokens == 1024
+
+
 def test_a_recipe_cannot_be_changed(path):
     config = load_recipe(path)
     with pytest.raises(ValidationError):
@@ -99,6 +103,7 @@ def test_unknown_keys_name_their_nearest_neighbour(path, override, names):
         ("data.stages=[{from_tokens=0,weights={en=1}},{from_tokens=0,weights={en=1}}]", "increase"),
         ("data.stages=[{from_tokens=0,weights={en=1}},{from_tokens=1500,weights={en=1}}]", "use 1024 or 2048"),
         ("data.stages=[{from_tokens=0,weights={en=0}}]", "above 0"),
+        ("evaluation.max_tokens=1023", "evaluation.max_tokens 1023 is less than one window of model.seq_len 1024"),
         ("data.stages=[{from_tokens=0,weights={en=-1}}]", "data.stages.0.weights.en = -1"),
         ("schedule=3", "schedule is a table"),
         ("schedule={peak_lr=1}", "one --set for each key"),

@@ -19,13 +19,14 @@ from pretrain.config import RunConfig, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
-PAPERS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "ds_configs").glob("*.md")])
+FOLDERS = ("docs", "ds_configs", "benchmarks")
+PAPERS = sorted([*ROOT.glob("*.md"), *(file for folder in FOLDERS for file in (ROOT / folder).glob("*.md"))])
 RECIPES = sorted((ROOT / "pretrain" / "recipes").glob("*.toml"))
 COMMANDED = [*PAPERS, *RECIPES, ROOT / "Makefile"]
 README, CHINESE, ARCHITECTURE = ROOT / "README.md", ROOT / "README.zh.md", ROOT / "ARCHITECTURE.md"
 
 # What belongs to the project. A person's own files (runs, data, tokenizers, recipes) may lie beside it.
-OURS = (*PACKAGES, "tests", "docs", "ds_configs", ".ci")
+OURS = (*PACKAGES, "tests", "docs", "ds_configs", "benchmarks", ".ci")
 TOP = ("*.md", "pyproject.toml", "constraints.txt", "Makefile", ".gitignore")
 # Written so that this file does not hold what it looks for.
 MACHINE_PATHS = re.compile("/" + r"(?:work|root|home|Users|tmp|mnt|workspace)/|[A-Z]:\\Users")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import sys
@@ -12,11 +13,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from data_pipeline.shards import DataFormatError
-from pretrain.config import RecipeError, load_recipe
-from pretrain.run_directory import CheckpointError, RunDirectoryError
-from tokenizer.codec import TokenizerError
 
 PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
 
@@ -65,6 +61,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Tokens, steps and static memory of a recipe, before anything is started; exit 2 if it cannot run or fit."""
+    from pretrain.config import load_recipe
     from pretrain.plan import parse_memory
     from pretrain.plan import plan as make_plan
 
@@ -92,6 +89,8 @@ def run(
     ] = "auto",
 ) -> None:
     """Train. One process on its own; several under `deepspeed` or `python -m launch run`. Started again, it resumes."""
+    from pretrain.config import load_recipe
+
     config = load_recipe(recipe, overrides or ())
     from pretrain.metrics import TrainingDivergedError
     from pretrain.runtime import Ranks
@@ -202,27 +201,53 @@ def generate(
 
 
 def _refuse_impostors() -> None:
-    """`model` and `tokenizer` are names on PyPI too: stop if one of ours is found somewhere else."""
+    """Names like `model` stand on PyPI too: each package of ours must be the one beside this file."""
     root = Path(__file__).resolve().parents[1]
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
-        origin = Path(spec.origin).resolve() if spec is not None and spec.origin else None
-        if origin is None or root not in origin.parents:
-            print(f"error: package {name} is {origin}, not {root / name}: run from {root}", file=sys.stderr)
+        places = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
+        place = next(filter(None, places), "nowhere")  # a folder without __init__.py has no origin
+        if not Path(place).resolve().is_relative_to(root / name):
+            print(f"error: package {name} would come from {place}, not from {root}: run from there", file=sys.stderr)
             raise SystemExit(2)
 
 
+def _complain(message: str, *, on_every_rank: bool = False) -> int:
+    """All ranks find the same fault in a command or a recipe, and one line is enough; a full disk is one rank's."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or on_every_rank:
+        who = "" if rank == "0" else f"rank {rank}: "
+        print(f"error: {who}{' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
 def main() -> None:
+    """Run a verb. What a user can cause is one line on stderr and exit code 2; Ctrl-C is 130, a closed pipe 1."""
     _refuse_impostors()
+    from data_pipeline.shards import DataFormatError
+    from pretrain.config import RecipeError
+    from pretrain.run_directory import CheckpointError, RunDirectoryError
+    from tokenizer.codec import TokenizerError
+
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names and texts may hold what it can't show
+        sys.stdout.reconfigure(errors="backslashreplace")
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
-        app(prog_name="python -m pretrain")
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)  # None, or the code of a typer.Exit
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has left; without this, Python says so once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
     except (RecipeError, DataFormatError, TokenizerError, RunDirectoryError, CheckpointError, OSError) as error:
-        # All ranks find the same fault in a recipe or a file format, and one line is enough; a full disk is one rank's.
-        rank = os.environ.get("RANK", "0")
-        if rank == "0" or isinstance(error, OSError):
-            print(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        alone = isinstance(error, OSError) or hasattr(error, "__notes__")  # see runtime.one_ranks_fault
+        code = _complain(str(error), on_every_rank=alone)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # what usage errors have; typer gives them no public name
+            raise
+        code = _complain(f"{error.format_message().rstrip('.')}: see --help")
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import platform
 import random
 import signal
 import socket
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # mallopt(3)
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -105,6 +106,16 @@ class Ranks:
             dist.barrier()
 
 
+@contextmanager
+def one_ranks_fault() -> Iterator[None]:
+    """Mark what is raised inside, once the ranks have begun: the others do not know of it, so this one must speak."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note("met by this rank alone")
+        raise
+
+
 def pick_device(local_rank: int, accelerator: str | None = None) -> torch.device:
     """The GPU with this process's local rank where there is one, else the CPU; `accelerator` "cpu" means the CPU.
 
@@ -124,12 +135,12 @@ def keep_freed_memory() -> None:
     """Let glibc keep the memory that tensors free, instead of returning it to the system and faulting it in anew.
 
     Activations come and go in blocks of megabytes, which malloc by default maps and unmaps each time: a fifth of a
-    small model's CPU time. Memory then stays at its peak, which is what a run needs anyway.
+    small model's CPU time. Blocks above 32 MiB, the most that glibc allows here, still go back at once.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 * 2**20)):
-            libc.mallopt(parameter, value)
+        for parameter, mebibytes in ((_M_MMAP_THRESHOLD, 32), (_M_TRIM_THRESHOLD, 512), (_M_TOP_PAD, 64)):
+            libc.mallopt(parameter, mebibytes * 2**20)
 
 
 def seed_everything(seed: int) -> None:

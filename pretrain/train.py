@@ -24,7 +24,7 @@ from pretrain.engine import TrainingEngine, process_group, read_json, resolve
 from pretrain.evaluate import Score, evaluate
 from pretrain.metrics import Report
 from pretrain.run_directory import RunDirectory, write_text
-from pretrain.runtime import Ranks, StopRequest, pick_device, seed_everything
+from pretrain.runtime import Ranks, StopRequest, one_ranks_fault, pick_device, seed_everything
 from pretrain.schedule import learning_rate
 from tokenizer.codec import Codec
 
@@ -200,10 +200,9 @@ def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") 
         batches = stack.enter_context(loader(inputs, ranks, state))
         report.begins(attempt, state, resumed_from, inputs.order)
         if state.global_step >= schedule.max_steps:
-            report.say(
-                f"nothing to do: step {state.global_step} of schedule.max_steps = {schedule.max_steps} is reached"
-            )
+            report.say(f"step {state.global_step}: schedule.max_steps = {schedule.max_steps} is reached")
 
+        stack.enter_context(one_ranks_fault())
         while state.global_step < schedule.max_steps:
             lr = learning_rate(state.global_step, schedule)
             with report.timed_step():

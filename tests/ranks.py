@@ -35,9 +35,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start_ranks(
-    world_size: int, case: Callable[..., Any], *arguments: Any
-) -> Started:
+def start_ranks(world_size: int, case: Callable[..., Any], *arguments: Any) -> Started:
     """Start `case(ranks, *arguments)` on every rank; returns each rank's process and the pipe its result comes by."""
     port = free_port()
     started = []
@@ -100,7 +98,9 @@ def _rank_main(
         outcome = (True, case(Ranks(rank, rank, world_size), *arguments))
     except BaseException:
         outcome = (False, traceback.format_exc())
-    sender.send_bytes(pickle.dumps(outcome))  # by value: a connection would share tensors by descriptors that die with us
+    sender.send_bytes(
+        pickle.dumps(outcome)
+    )  # by value: a connection would share tensors by descriptors that die with us
 
 
 def kill_ranks(started: Started) -> None:

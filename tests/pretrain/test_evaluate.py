@@ -18,7 +18,7 @@ from pretrain.config import parse_recipe
 from pretrain.engine import process_group
 from pretrain.evaluate import evaluate
 from pretrain.runtime import Ranks
-from tests.pretrain.conftest import VOCAB_SIZE
+from tests.conftest import VOCAB_SIZE
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -1,0 +1,71 @@
+"""Long tests: `make soak`. Kills at random moments, and the 0.5b recipe itself."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.checkpoint import list_checkpoints
+from pretrain.config import load_recipe
+from pretrain.metrics import read_metrics
+from pretrain.plan import plan
+from pretrain.runtime import Ranks
+from pretrain.train import train
+from tests.pretrain.test_resume import assert_same_checkpoint, train_case
+from tests.ranks import kill_ranks, root, run_ranks, start_ranks
+
+pytestmark = pytest.mark.soak
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fifteen_kills_at_random_moments(
+    stage: int, tiny_recipe: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """While starting, training, evaluating and saving; the end is that of a run never touched, bit for bit."""
+    tables = tiny_recipe(
+        schedule={"max_steps": 60},
+        deepspeed={"config": f"ds_configs/zero{stage}.json"},
+        precision={"accumulate": "bf16" if stage == 0 else "fp32"},
+    )
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_ranks(2, train_case, tables, whole)
+    moments = random.Random(stage)
+    for _ in range(15):
+        started = start_ranks(2, train_case, tables, killed)
+        time.sleep(moments.uniform(0.3, 5.0))
+        kill_ranks(started)
+    assert run_ranks(2, train_case, tables, killed) == ["finished", "finished"]
+    expected = [(r["step"], r["loss"], r["grad_norm"]) for r in read_metrics(whole / "metrics.jsonl")]
+    assert [(r["step"], r["loss"], r["grad_norm"]) for r in read_metrics(killed / "metrics.jsonl")] == expected
+    assert_same_checkpoint(list_checkpoints(whole / "checkpoints")[-1], list_checkpoints(killed / "checkpoints")[-1])
+
+
+def half_billion_case(ranks: Ranks, name: str, overrides: list[str], path: Path) -> str:
+    return train(load_recipe(root() / "pretrain" / "recipes" / f"{name}.toml", overrides), path, ranks)
+
+
+@pytest.mark.parametrize("name, ranks", [("0.5b", 1), ("0.5b", 2), ("0.5b-bf16-master", 2)])
+def test_the_reference_recipe_trains(name: str, ranks: int, collection: Path, tokenizer: Path, tmp_path: Path) -> None:
+    """Three steps of short sequences: the loss falls from ln(vocab); wants 20 GB of memory and 8 GB of disk."""
+    overrides = [
+        f"data.path={collection}", f"data.tokenizer={tokenizer}", "model.seq_len=128", "batch.global_batch_size=4",
+        "batch.micro_batch_size=1", "schedule.max_steps=3", "schedule.warmup_steps=1", "evaluation.max_tokens=128",
+        "logging.tensorboard=false", "checkpoint.keep_last=1",
+    ]  # fmt: skip
+    path = tmp_path / "run"
+    assert run_ranks(ranks, half_billion_case, name, overrides, path, timeout_seconds=1500)[0] == "finished"
+    records = read_metrics(path / "metrics.jsonl")
+    losses = [record["loss"] for record in records]
+    assert 10.3 < losses[0] < 11.0
+    assert losses[2] < losses[1] < losses[0]
+    static = plan(load_recipe(root() / "pretrain" / "recipes" / f"{name}.toml", overrides), ranks)
+    row = next(row for row in static.rows if row.stage == static.stage and row.accumulate == "fp32")
+    assert row.budget is not None
+    peak = records[-1]["peak_memory_bytes"]
+    print(f"{name} on {ranks}: static {row.budget.total_bytes / 1e9:.2f} GB, peak {peak / 1e9:.2f} GB, losses {losses}")
+    assert peak > row.budget.total_bytes

@@ -18,8 +18,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
 from rich.console import Console
 from rich.table import Table
 
@@ -35,7 +33,7 @@ RUN = "runs/demo"
 UNINTERRUPTED = "runs/demo-uninterrupted"
 PROMPTS = {"english": "It is a truth universally", "chinese": "子曰：", "code": "static int "}
 RANKS = 2
-KILL_AFTER_STEP = 50
+KILL_AFTER_STEP = 215
 PROMISED_GAIN = 0.7  # nats per token below the unigram entropy, on held-out text
 
 
@@ -81,7 +79,7 @@ class Demo:
 
     def train_killed_and_resumed(self) -> None:
         self.heading(f"3/6 training on {RANKS} ranks under DeepSpeed, killed behind step {KILL_AFTER_STEP}")
-        plan = self.report("pretrain", "plan", RECIPE, "--world-size", str(RANKS))
+        plan = json.loads(self.captured("pretrain", "plan", RECIPE, "--world-size", str(RANKS), "--json"))
         self.note("model", f"{plan['parameters']:,} parameters, {plan['total_tokens']:,} tokens to learn from")
         code = self.watched(self.training(RUN), RUN, KILL_AFTER_STEP, self.kill_a_rank)
         if code == 0:
@@ -115,7 +113,7 @@ class Demo:
     def evaluate(self) -> bool:
         """Whether the model is as far below the unigram entropy as promised."""
         self.heading("5/6 evaluation on held-out text")
-        scores = self.report("pretrain", "evaluate", RUN)
+        scores = json.loads(self.captured("pretrain", "evaluate", RUN, "--json"))
         for source, score in scores.items():
             loss = (
                 f"loss {score['loss']:.3f} nats/token (unigram {score['unigram']:.3f}, uniform {score['uniform']:.3f})"
@@ -129,9 +127,12 @@ class Demo:
 
     def generate(self) -> None:
         self.heading("6/6 generation, with the KV cache")
-        for language, prompt in PROMPTS.items():
-            self.command("pretrain", "generate", RUN, "--prompt", prompt, "--max-new-tokens", "60")
-            self.note(f"prompt, {language}", prompt)
+        prompts = [word for prompt in PROMPTS.values() for word in ("--prompt", prompt)]
+        output = self.captured("pretrain", "generate", RUN, *prompts, "--temperature", "0.7", "--json")
+        for language, line in zip(PROMPTS, output.splitlines(), strict=True):
+            written = json.loads(line)
+            self.say(f"{language}: {written['prompt']}{written['continuation']}")
+            self.note(f"writes {language}", " ".join(f"{written['prompt']}{written['continuation']}".split())[:100])
 
     # ------------------------------------------------------------ how a step is done
 
@@ -145,14 +146,12 @@ class Demo:
         if code != 0:
             raise LaunchError(f"`python -m {shlex.join(words)}` ended with code {code}; its output stands above")
 
-    def report(self, *words: str) -> Any:
-        """What a command reports as JSON. LaunchError if it fails."""
-        done = subprocess.run(self.show(*words, "--json"), stdout=subprocess.PIPE, text=True, check=False)
+    def captured(self, *words: str) -> str:
+        """What a command prints. LaunchError if it fails."""
+        done = subprocess.run(self.show(*words), stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode != 0:
-            raise LaunchError(
-                f"`python -m {shlex.join(words)}` ended with code {done.returncode}; its output stands above"
-            )
-        return json.loads(done.stdout)
+            raise LaunchError(f"`{shlex.join(words)}` ended with code {done.returncode}; its output stands above")
+        return done.stdout
 
     def watched(self, words: tuple[str, ...], run: str, step: int, act: Callable[[str], None]) -> int:
         """Run a training command, and call `act(run)` once when it has recorded `step`; returns the exit code."""

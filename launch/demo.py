@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
 from rich.console import Console
 from rich.table import Table
 

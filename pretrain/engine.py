@@ -318,7 +318,12 @@ class TrainingEngine:
         return int(self._engine.skipped_steps)
 
     def sum_over_ranks(self, *values: Tensor | float) -> list[float]:
-        return self.ranks.sum(*values, device=self.device)
+        """Each value summed over all ranks, in float64; one collective for all of them."""
+        import torch
+
+        parts = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values]
+        summed: list[float] = self.ranks.sum(torch.stack(parts)).tolist()
+        return summed
 
     def save(self, folder: Path) -> None:
         """Write DeepSpeed's own files of all ranks below `folder`."""

@@ -87,18 +87,19 @@ def evaluate(
     parts: dict[str, tuple[Scored, float, NDArray[np.int64]]] = {}
     for source, size in sizes.items():
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        counts = torch.zeros(vocab_size, dtype=torch.float64)
+        counts = np.zeros(vocab_size)
         with closing(TokenStream(splits[source])) as stream:
             for inputs, targets in evaluation_batches(
                 stream, seq_len, batch_size, eos_id, ranks.rank, ranks.world_size, max_tokens
             ):
                 loss_sum += forward(inputs, targets).loss_sum
                 scored = targets[targets != IGNORED]
-                counts += torch.from_numpy(np.bincount(scored, minlength=vocab_size))
+                counts += np.bincount(scored, minlength=vocab_size)
                 done = min(done + len(scored) * ranks.world_size, total)
                 on_tokens(done, total)
-        loss, *summed = ranks.sum(loss_sum, *counts.unbind(), device=device)
-        parts[source] = (size, loss, np.array(summed, np.int64))
+        local = torch.cat([loss_sum.view(1), torch.from_numpy(counts).to(device)])
+        summed = ranks.sum(local).cpu().numpy()
+        parts[source] = (size, float(summed[0]), summed[1:].astype(np.int64))
     scores = {source: _score([part], vocab_size) for source, part in parts.items()}
     return {**scores, "all": _score(list(parts.values()), vocab_size)}
 

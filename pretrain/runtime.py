@@ -94,12 +94,11 @@ class Ranks:
             raise failure
         return cast(T, result)
 
-    def sum(self, *values: torch.Tensor | float, device: torch.device) -> list[float]:
-        """Each value summed over all ranks, in float64; one collective for all of them."""
-        vector = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+    def sum(self, vector: torch.Tensor) -> torch.Tensor:
+        """Each element summed over all ranks, in place; on the device the ranks communicate by."""
         if self.world_size > 1:
             dist.all_reduce(vector)
-        return cast(list[float], vector.tolist())
+        return vector
 
     def barrier(self) -> None:
         if self.world_size > 1:

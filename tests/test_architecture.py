@@ -127,6 +127,16 @@ def test_every_import_is_declared() -> None:
     assert foreign <= declared, f"imported but not declared: {foreign - declared}"
 
 
+def test_the_impostor_check_is_the_same_everywhere() -> None:
+    """The arrows leave five commands no room to share: what all must do alike stands five times, word for word."""
+    copies = set()
+    for package in PACKAGES:
+        source = (ROOT / package / "__main__.py").read_text(encoding="utf-8")
+        functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+        copies |= {ast.get_source_segment(source, node) for node in functions if node.name == "_refuse_impostors"}
+    assert len(copies) == 1
+
+
 def test_no_attic() -> None:
     attics = [path for path in FILES if path.stem in {"utils", "util", "common", "helpers", "misc"}]
     assert not attics, f"a homeless function shows that a module is missing: {attics}"

@@ -39,4 +39,4 @@ bench: $(INSTALLED) ## the benchmarks, each a ratio against a named reference
 	@for script in benchmarks/*.py; do echo "$$script"; $(BIN)/python $$script || exit 1; done
 
 clean: ## remove the virtualenv and what the demo made
-	rm -rf $(VENV) data/demo data/demo-tokenizer runs/demo runs/demo-uninterrupted
+	rm -rf $(VENV) data/demo data/demo-tokenizer runs/make-demo runs/make-demo-uninterrupted

@@ -66,6 +66,7 @@ def run(
         overrides=overrides or (),
         resume=resume,
         environ=os.environ,
+        check_data=not dry_run,
     )
     if dry_run:
         print(json.dumps(launch.to_dict(), indent=2) if as_json else launch.to_text())

@@ -6,6 +6,7 @@ was killed by a signal can end as 0. What counts is `status.json`, which the fir
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shlex
@@ -25,6 +26,7 @@ from typing import Any
 FAILED = 1
 # DeepSpeed's launch.py kills its children 30 s after a signal; what is still there a little later is ended here.
 GRACE_SECONDS = 45.0
+_PR_SET_PDEATHSIG = 1
 SMI_SECONDS = 60.0
 
 
@@ -78,6 +80,7 @@ def prepare(
     overrides: Sequence[str],
     resume: str,
     environ: Mapping[str, str],
+    check_data: bool = False,
 ) -> Launch:
     """Plan the recipe and build the command. LaunchError: the recipe's own error line, or what is missing here.
 
@@ -89,7 +92,7 @@ def prepare(
         raise LaunchError(f"--ranks {world_size}: must be at least 1")
     if gpus and len(gpus) < world_size:
         raise LaunchError(f"--ranks {world_size}: only {len(gpus)} GPUs are visible and each rank needs its own")
-    plan = plan_recipe(recipe, world_size, overrides)
+    plan = plan_recipe(recipe, world_size, overrides, check_data=check_data)
     directory = run_directory if run_directory is not None else Path("runs") / recipe.stem
     argv = [str(deepspeed_script()), *devices(gpus, world_size), "--master_port", str(free_port())]
     argv += ["--log_level", "warning"]  # what DeepSpeed's two launchers say of themselves would drown what the run says
@@ -98,11 +101,14 @@ def prepare(
     return Launch(tuple(argv), added_environment(bool(gpus), world_size, environ), directory, world_size, plan)
 
 
-def plan_recipe(recipe: Path, world_size: int, overrides: Sequence[str]) -> dict[str, Any]:
+def plan_recipe(recipe: Path, world_size: int, overrides: Sequence[str], *, check_data: bool) -> dict[str, Any]:
     """The JSON of `pretrain plan`, run as a command of its own. LaunchError with its error line when it refuses."""
     command = [sys.executable, "-m", "pretrain", "plan", str(recipe), "--json", "--world-size", str(world_size)]
     command += [word for override in overrides for word in ("--set", override)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command += ["--check-data"] if check_data else []
+    # It is no rank: a RANK that something else left in the environment would silence it.
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"`{shlex.join(command)}` ended with code {done.returncode}"]
         raise LaunchError(lines[-1].removeprefix("error: "))
@@ -182,22 +188,33 @@ def free_port() -> int:
 def run(launch: Launch, environ: Mapping[str, str]) -> int:
     """Run the command to its end and return the exit code: 0 only if the first rank said so for this attempt.
 
-    SIGINT and SIGTERM are passed on to the whole group as SIGTERM, upon which the ranks save and stop; a second one
-    ends the group at once. Whatever happens, no process of the group is left behind.
+    SIGINT and SIGTERM ask the run to save and stop behind its current step, by the stop file: DeepSpeed's launcher
+    would answer a signal by killing the ranks 30 seconds later, and a step can take longer. Before the first step they
+    are passed on as SIGTERM. A second one ends the group at once. Whatever happens, no process of it is left behind.
     """
     before = attempt(read_status(launch.run_directory))
     process = subprocess.Popen(
-        launch.argv, env={**environ, **launch.environment}, stdin=subprocess.DEVNULL, process_group=0
+        launch.argv,
+        env={**environ, **launch.environment},
+        stdin=subprocess.DEVNULL,
+        process_group=0,
+        preexec_fn=_end_with_parent,
     )
     group = process.pid
     asked = 0
 
-    def forward(number: int, frame: FrameType | None) -> None:
+    def ask_to_stop(number: int, frame: FrameType | None) -> None:
         nonlocal asked
         asked += 1
-        _signal_group(group, signal.SIGTERM if asked == 1 else signal.SIGKILL)
+        if asked > 1:
+            _signal_group(group, signal.SIGKILL)
+        elif attempt(read_status(launch.run_directory)) > before:
+            (launch.run_directory / "stop").touch()
+            print("saving and stopping behind the current step; once more ends it at once", file=sys.stderr, flush=True)
+        else:
+            _signal_group(group, signal.SIGTERM)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         code = process.wait()
         _end_group(group)
@@ -205,7 +222,10 @@ def run(launch: Launch, environ: Mapping[str, str]) -> int:
         _signal_group(group, signal.SIGKILL)
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return verdict(code, before, read_status(launch.run_directory), launch.run_directory)
+    status = read_status(launch.run_directory)
+    if attempt(status) > before and status.get("state") == "running":  # whoever should have said so was killed
+        (launch.run_directory / "status.json").write_text(json.dumps({**status, "state": "failed"}) + "\n")
+    return verdict(code, before, status, launch.run_directory)
 
 
 def verdict(code: int, attempt_before: int, status: Mapping[str, Any], run_directory: Path) -> int:
@@ -213,12 +233,11 @@ def verdict(code: int, attempt_before: int, status: Mapping[str, Any], run_direc
     if attempt(status) > attempt_before and status.get("state") in ("stopped", "finished"):
         return 0
     if attempt(status) > attempt_before:
-        where = f"a rank died; the last status was step {status.get('global_step')} of {status.get('max_steps')}"
+        steps = f"the last status was step {status.get('global_step')} of {status.get('max_steps')}"
+        where = f"a rank died, {steps}; what it said stands above; the same command resumes from the last checkpoint"
     else:
-        where = "it ended before its first step"
-    print(
-        f"error: run {run_directory} failed (launcher code {code}): {where}; its output stands above", file=sys.stderr
-    )
+        where = "it ended before its first step; what it said stands above"
+    print(f"error: run {run_directory} failed (launcher code {code}): {where}", file=sys.stderr)
     return code if code > 0 else FAILED
 
 
@@ -240,6 +259,12 @@ def attempt(status: Mapping[str, Any]) -> int:
     """The attempt a status speaks of, 0 for none yet."""
     number = status.get("attempt", 0)
     return number if isinstance(number, int) else 0
+
+
+def _end_with_parent() -> None:
+    """In the child, on Linux: SIGTERM when this command dies, so that no run goes on unwatched (prctl(2))."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end_group(group: int) -> None:

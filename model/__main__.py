@@ -99,9 +99,13 @@ def load(target: str) -> ModelConfig:
             f"presets: {', '.join(PRESETS)}"
         )
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8")).get("model")
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig")).get("model")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ModelConfigError(f"{path} is not valid TOML: {error}") from error
+    except RecursionError:
+        raise ModelConfigError(f"{path}: brackets nested too deep: a recipe has tables of values and lists") from None
+    except ValueError as error:  # what int() says of thousands of digits
+        raise ModelConfigError(f"{path}: a number there has too many digits ({str(error).partition(':')[0]})") from None
     if not isinstance(table, dict):
         raise ModelConfigError(f'{path} has no [model] table: add one, with preset = "mini" for instance')
     try:

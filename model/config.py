@@ -1,6 +1,7 @@
 """What a model is: the sizes that define it, the presets, and the checks on both. No torch."""
 
 import difflib
+import reprlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -8,6 +9,7 @@ from typing import Any
 
 FUSED_HEAD_DIMS = (64, 128)
 ROPE_LAYOUTS = ("rotate_half",)
+LIMITS = {int: 2**31, float: 1e30}  # what a tensor takes as a size, what fp32 holds with room for products
 
 
 class ModelConfigError(ValueError):
@@ -15,14 +17,20 @@ class ModelConfigError(ValueError):
 
 
 def _typed(name: str, kind: Any, value: object) -> object:
-    """`value` as the field's type: numbers positive, an int accepted for a float, a bool never for a number."""
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind:
-        raise ModelConfigError(f"{name} = {value!r} must be of type {kind.__name__}, not {type(value).__name__}")
-    if kind in (int, float) and not 0 < value < float("inf"):  # type: ignore[operator]
-        raise ModelConfigError(f"{name} = {value!r} must be positive and finite")
-    return value
+    """`value` as the field's type: numbers in their range, an int accepted for a float, a bool never for a number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise ModelConfigError(f"{name} = {_show(value)} must be of type {kind.__name__}, not {type(value).__name__}")
+    if is_number and not 0 < value < LIMITS[kind]:  # type: ignore[operator]
+        raise ModelConfigError(f"{name} = {_show(value)} must be positive, finite and below {LIMITS[kind]:g}")
+    return kind(value)
+
+
+def _show(value: object) -> str:
+    """For an error line: cut where it is long or nested; Python refuses to write thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    return reprlib.repr(value)
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,9 @@ def from_table(table: Mapping[str, Any]) -> ModelConfig:
 def preset_named(name: object) -> ModelConfig:
     """The preset of that name. Raises ModelConfigError naming the nearest one."""
     if not isinstance(name, str) or name not in PRESETS:
-        raise ModelConfigError(f"unknown preset {name!r}{nearest(str(name), PRESETS)}; presets: {', '.join(PRESETS)}")
+        raise ModelConfigError(
+            f"unknown preset {_show(name)}{nearest(name if isinstance(name, str) else '', PRESETS)}; presets: {', '.join(PRESETS)}"
+        )
     return PRESETS[name]
 
 

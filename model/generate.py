@@ -11,6 +11,8 @@ from model.transformer import Transformer
 
 __all__ = ["KVCache", "generate", "probabilities"]
 
+SMALLEST_SETTING = 1e-6  # of temperature and top_p: below, fp32 divides by nothing
+
 
 @torch.no_grad()
 def generate(
@@ -23,11 +25,13 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     stop_id: int | None = None,
+    known_ids: int | None = None,
 ) -> list[int]:
     """Up to max_new_tokens ids that continue the prompt `ids`; the prompt and the stop id are not among them.
 
     temperature 0 takes the likeliest id; top_k and top_p narrow the choice (see `probabilities`). The draw is made on
-    the CPU from `seed`, so it depends on the logits alone, not on the device's generator.
+    the CPU from `seed`, so it depends on the logits alone, not on the device's generator. `known_ids` bounds the choice
+    to ids below it: the tokenizer's, where the model's vocabulary is padded beyond them.
     ValueError: empty prompt, an id outside the vocabulary, no room in seq_len, a setting out of range.
     """
     config, weight = model.config, model.embed_tokens.weight
@@ -40,7 +44,7 @@ def generate(
     produced: list[int] = []
     while len(produced) < max_new_tokens:
         hidden_btd = model.hidden(torch.tensor([unread], device=weight.device), cache)
-        logits_v = model.lm_head(hidden_btd[:, -1])[0].float().cpu()
+        logits_v = model.lm_head(hidden_btd[:, -1])[0, :known_ids].float().cpu()
         chances_v = probabilities(logits_v, temperature=temperature, top_k=top_k, top_p=top_p)
         token = int(torch.multinomial(chances_v, 1, generator=generator))
         if token == stop_id:
@@ -57,12 +61,12 @@ def probabilities(logits_v: Tensor, *, temperature: float, top_k: int | None, to
     probabilities reach top_p (nucleus sampling, Holtzman et al. 2019). The likeliest always stays.
     ValueError for a setting out of range, or logits that are not finite.
     """
-    if not temperature >= 0:
-        raise ValueError(f"temperature = {temperature} must be 0 (take the likeliest) or more")
+    if temperature != 0 and not temperature >= SMALLEST_SETTING:
+        raise ValueError(f"temperature = {temperature} must be 0 (take the likeliest) or at least {SMALLEST_SETTING}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k = {top_k} must be at least 1; leave it out to keep every id")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p = {top_p} must be above 0 and at most 1; leave it out to keep every id")
+    if top_p is not None and not SMALLEST_SETTING <= top_p <= 1:
+        raise ValueError(f"top_p = {top_p} must be {SMALLEST_SETTING} to 1; leave it out to keep every id")
     if not logits_v.isfinite().all():
         raise ValueError("the logits are not finite: the weights are damaged, or training diverged")
     if temperature == 0:

@@ -57,6 +57,9 @@ def plan(
         str | None,
         typer.Option("--device-memory", metavar="SIZE", help="What one device has, 24GB or 22GiB; absent: no verdict."),
     ] = None,
+    check_data: Annotated[
+        bool, typer.Option("--check-data", help="Also open the data and the tokenizer, as a run would.")
+    ] = False,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
@@ -66,7 +69,12 @@ def plan(
     from pretrain.plan import plan as make_plan
 
     memory = None if device_memory is None else parse_memory(device_memory)
-    made = make_plan(load_recipe(recipe, overrides or ()), world_size, memory)
+    config = load_recipe(recipe, overrides or ())
+    made = make_plan(config, world_size, memory)
+    if check_data:
+        from pretrain.train import Inputs
+
+        Inputs.check(config, world_size)
     print(json.dumps(made.to_dict(), indent=2) if as_json else made.to_text())
     if made.verdict is not None and not made.verdict.fits:
         raise typer.Exit(2)
@@ -93,15 +101,19 @@ def run(
 
     config = load_recipe(recipe, overrides or ())
     from pretrain.metrics import TrainingDivergedError
-    from pretrain.runtime import Ranks
+    from pretrain.runtime import Ranks, is_lost_peer
     from pretrain.train import train
 
     ranks = Ranks.from_environment(os.environ)
     try:
         train(config, directory or Path("runs") / recipe.stem, ranks, resume=resume)
     except TrainingDivergedError as error:
-        if ranks.is_first:
-            print(f"error: {error}", file=sys.stderr)
+        _complain(str(error))
+        raise typer.Exit(1) from None
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        _complain("another rank is gone, and this one cannot go on without it", on_every_rank=True)
         raise typer.Exit(1) from None
 
 
@@ -114,7 +126,7 @@ def evaluate(
     data: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A collection written by prepare; the run's own if not given.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences scored at a time.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, max=65536, metavar="N", help="Sequences scored at a time.")] = 8,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Score at most so many tokens of each source.")
     ] = None,
@@ -177,7 +189,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1, metavar="N")] = 50,
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, metavar="P")] = None,
-    seed: Annotated[int, typer.Option(metavar="N")] = 1,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, metavar="N")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Continue prompts with the model of a run or checkpoint, by the tokenizer that the run carries."""
@@ -214,7 +226,8 @@ def _refuse_impostors() -> None:
 
 def _complain(message: str, *, on_every_rank: bool = False) -> int:
     """All ranks find the same fault in a command or a recipe, and one line is enough; a full disk is one rank's."""
-    rank = os.environ.get("RANK", "0")
+    ranked = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()  # else RANK is a stranger's
+    rank = os.environ["RANK"] if ranked else "0"
     if rank == "0" or on_every_rank:
         who = "" if rank == "0" else f"rank {rank}: "
         print(f"error: {who}{' '.join(message.split())}", file=sys.stderr)

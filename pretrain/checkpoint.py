@@ -16,17 +16,20 @@ rank writes the manifest, renames the folder, moves `latest`, then prunes. A kil
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from data_pipeline.order import difference
@@ -82,16 +85,17 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         self.ranks.barrier()
-        engine.save(partial / "engine")
-        torch.save(torch.get_rng_state(), partial / f"rng-{self.ranks.rank:05d}.pt")
-        weights = engine.gather_weights()
-        if self.ranks.is_first:
-            save_file(weights, partial / "weights.safetensors")
-            (partial / "model.json").write_text(json.dumps(engine.model_config.to_dict(), indent=2) + "\n")
-            (partial / "state.json").write_text(json.dumps({**asdict(state), **identity}, indent=2) + "\n")
-        del weights
-        self.ranks.barrier()
-        files = self._receipts(partial)
+        with _full_disk_told(partial):
+            engine.save(partial / "engine")
+            torch.save(torch.get_rng_state(), partial / f"rng-{self.ranks.rank:05d}.pt")
+            weights = engine.gather_weights()
+            if self.ranks.is_first:
+                save_file(weights, partial / "weights.safetensors")
+                (partial / "model.json").write_text(json.dumps(engine.model_config.to_dict(), indent=2) + "\n")
+                (partial / "state.json").write_text(json.dumps({**asdict(state), **identity}, indent=2) + "\n")
+            del weights
+            self.ranks.barrier()
+            files = self._receipts(partial)
         if self.ranks.is_first:
             manifest = {"format": FORMAT, "version": FORMAT_VERSION, "files": files, "files_sha256": digest(files)}
             # No newline behind the last brace: cut by one byte, it is no JSON any more.
@@ -244,9 +248,10 @@ def verify(path: Path) -> None:
     found = manifest.get("format"), manifest.get("version")
     if found != (FORMAT, FORMAT_VERSION):
         raise CheckpointError(f"{path}/manifest.json says format {found[0]} {found[1]}, not {FORMAT} {FORMAT_VERSION}")
-    if digest(manifest["files"]) != manifest.get("files_sha256"):
+    files = manifest.get("files")
+    if not isinstance(files, dict) or digest(files) != manifest.get("files_sha256"):
         raise CheckpointError(f"{path}/manifest.json is damaged")
-    for name, record in manifest["files"].items():
+    for name, record in files.items():
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
@@ -264,7 +269,7 @@ def digest(files: Mapping[str, Any]) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise CheckpointError(f"{path} is missing or damaged") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is damaged")
@@ -284,8 +289,14 @@ def find(path: Path) -> Path:
 
 
 def run_of(path: Path) -> RunDirectory:
-    """The run that a run directory or checkpoint belongs to."""
-    return RunDirectory(find(path).parent.parent)
+    """The run that a run directory or checkpoint belongs to. Raises CheckpointError where it stands in none."""
+    run = RunDirectory(find(path).parent.parent)
+    if not run.recipe.is_file() or not run.tokenizer.is_dir():
+        raise CheckpointError(
+            f"{path} stands in no run directory: {run.path} lacks recipe.toml or tokenizer/; copy the checkpoint "
+            "together with them, as RUN/checkpoints/NAME"
+        )
+    return run
 
 
 def load_model(path: Path) -> Transformer:
@@ -307,6 +318,26 @@ def load_model(path: Path) -> Transformer:
     if set(missing) - tied:
         raise CheckpointError(f"{path}/weights.safetensors lacks {sorted(set(missing) - tied)[:3]} of {len(missing)}")
     return model.eval()
+
+
+@contextmanager
+def _full_disk_told(partial: Path) -> Iterator[None]:
+    """Say in one line that the disk is full, however the writer that met it put it, and give back what was written.
+
+    torch and safetensors report it as errors of their own kinds, some without a word of the disk.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        free_bytes = shutil.disk_usage(partial.parent).free
+        if not full and free_bytes >= 2**20 and "No space left" not in str(error):
+            raise
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OSError(
+            f"{partial.parent}: the disk is full, nothing was saved at {partial.stem}, the checkpoints before it are "
+            "whole: make room (or lower checkpoint.keep_last) and start the same command again"
+        ) from error
 
 
 def _hash_durable(path: Path) -> str:

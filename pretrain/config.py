@@ -12,6 +12,7 @@ import difflib
 import json
 import math
 import re
+import reprlib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -32,9 +34,22 @@ from model.config import ModelConfig, from_table
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 
-Positive = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[int, Field(ge=0)]
+
+def _place(path: str) -> str:
+    if not path.strip() or "\0" in path:
+        raise ValueError("should name a file or folder")
+    return path
+
+
+# What becomes the size of a tensor or of a list; what only counts, up to sums that fit 64 bits; what a fp32 tensor can
+# be multiplied by.
+Size = Annotated[int, Field(gt=0, lt=2**31)]
+Positive = Annotated[int, Field(gt=0, le=2**62)]
+NotNegative = Annotated[int, Field(ge=0, le=2**62)]
+Rate = Annotated[float, Field(ge=0.0, le=1e30)]
+PositiveRate = Annotated[float, Field(gt=0.0, le=1e30)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+Place = Annotated[str, AfterValidator(_place)]
 
 
 class RecipeError(ValueError):
@@ -49,7 +64,7 @@ class DataStage(_Table):
     """From `from_tokens` training tokens on, sources are drawn in proportion to `weights` (non-negative numbers)."""
 
     from_tokens: NotNegative
-    weights: dict[str, Annotated[float, Field(ge=0.0)]]
+    weights: dict[str, Rate]
 
     @field_validator("weights")
     @classmethod
@@ -62,8 +77,8 @@ class DataStage(_Table):
 class DataTable(_Table):
     """A prepared collection and the tokenizer that wrote it. No stages: each source in proportion to its windows."""
 
-    path: str
-    tokenizer: str
+    path: Place
+    tokenizer: Place
     stages: Annotated[tuple[DataStage, ...], Strict(False)] = ()
 
     @field_validator("stages")
@@ -78,14 +93,14 @@ class DataTable(_Table):
 class BatchTable(_Table):
     """Sequences per optimizer step over all ranks, and per rank and micro-step."""
 
-    global_batch_size: Positive
-    micro_batch_size: Positive
+    global_batch_size: Size
+    micro_batch_size: Size
 
 
 class ScheduleTable(_Table):
     name: Literal["cosine"] = "cosine"
-    peak_lr: Annotated[float, Field(gt=0.0)]
-    min_lr: Annotated[float, Field(ge=0.0)]
+    peak_lr: PositiveRate
+    min_lr: Rate
     warmup_steps: NotNegative
     max_steps: Positive
 
@@ -104,8 +119,8 @@ class OptimizerTable(_Table):
     name: Literal["adamw"] = "adamw"
     beta1: Decay = 0.9
     beta2: Decay = 0.95
-    eps: Annotated[float, Field(gt=0.0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    eps: PositiveRate = 1e-8
+    weight_decay: Annotated[float, Field(ge=0.0, le=1e6)] = 0.1
     gradient_clipping: float | Literal["off"] = 1.0
 
     @field_validator("gradient_clipping", mode="before")
@@ -140,7 +155,7 @@ class PrecisionTable(_Table):
 
 class MemoryTable(_Table):
     activation_checkpointing: Literal["none", "full"] = "none"
-    loss_chunk_tokens: Positive = 4096
+    loss_chunk_tokens: Size = 4096
 
 
 class EvaluationTable(_Table):
@@ -152,7 +167,7 @@ class EvaluationTable(_Table):
 
 class CheckpointTable(_Table):
     every_steps: Positive
-    keep_last: Positive = 3
+    keep_last: Size = 3
 
 
 class LoggingTable(_Table):
@@ -161,7 +176,7 @@ class LoggingTable(_Table):
 
 
 class DeepSpeedTable(_Table):
-    config: str = "ds_configs/zero2.json"
+    config: Place = "ds_configs/zero2.json"
 
 
 class RunConfig(_Table):
@@ -258,40 +273,53 @@ def nearest(key: str, known: Sequence[str]) -> str:
     return max(known, key=lambda candidate: difflib.SequenceMatcher(None, key, candidate).ratio())
 
 
+def show(value: object) -> str:
+    """A value for an error line: as Python writes it, cut where it is long or nested."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to write thousands of digits
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value) if isinstance(value, str | int | float | None) else reprlib.repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def _read_toml(recipe: Path) -> dict[str, Any]:
     if not recipe.is_file():
         bundled = sorted(path.stem for path in (PROJECT_ROOT / "pretrain" / "recipes").glob("*.toml"))
         hint = f"pretrain/recipes/{nearest(recipe.stem, bundled)}.toml" if bundled else "a TOML file"
         raise RecipeError(f"{recipe}: there is no such recipe file; the nearest one here is {hint}")
     try:
-        return tomllib.loads(recipe.read_bytes().decode("utf-8"))
+        return tomllib.loads(recipe.read_bytes().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise RecipeError(f"{recipe}: not UTF-8 at byte {error.start}: save the recipe as UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"{recipe}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise RecipeError(f"{recipe}: brackets nested too deep: a recipe has tables of values and lists") from None
+    except ValueError as error:  # what int() says of thousands of digits
+        raise RecipeError(f"{recipe}: a number there has too many digits ({str(error).partition(':')[0]})") from None
 
 
 def _apply_override(table: dict[str, Any], override: str) -> None:
+    shown = override if len(override) <= 120 else override[:117] + "..."
     if not override.isprintable():
-        raise RecipeError(f"--set {override!r}: write it on one line, without control characters")
+        raise RecipeError(f"--set {shown!r}: write it on one line, without control characters")
     key, equals, text = override.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path):
-        raise RecipeError(f"--set {override}: write it as table.key=VALUE, for example schedule.peak_lr=3e-4")
-    value = _parse_value(override, text.strip())
+        raise RecipeError(f"--set {shown}: write it as table.key=VALUE, for example schedule.peak_lr=3e-4")
+    value = _parse_value(shown, text.strip())
     if isinstance(value, dict):
-        raise RecipeError(f"--set {override}: sets single values only: write one --set for each key of the table")
+        raise RecipeError(f"--set {shown}: sets single values only: write one --set for each key of the table")
     target: Any = table
     for depth, part in enumerate(path[:-1], start=1):
         target = target.setdefault(part, {})
         if not isinstance(target, dict):
-            raise RecipeError(f"--set {override}: {'.'.join(path[:depth])} is a value, not a table: set it directly")
+            raise RecipeError(f"--set {shown}: {'.'.join(path[:depth])} is a value, not a table: set it directly")
     if isinstance(target.get(path[-1]), dict):
-        raise RecipeError(f"--set {override}: {key.strip()} is a table: name one of its keys as well")
+        raise RecipeError(f"--set {shown}: {key.strip()} is a table: name one of its keys as well")
     target[path[-1]] = value
 
 
-def _parse_value(override: str, text: str) -> Any:
+def _parse_value(shown: str, text: str) -> Any:
     """TOML's value syntax; a bare word (no TOML value, no quotes or brackets) is a string: paths need no quotes."""
     try:
         parsed = tomllib.loads(f"value = {text}")
@@ -300,8 +328,12 @@ def _parse_value(override: str, text: str) -> Any:
     except tomllib.TOMLDecodeError:
         if re.fullmatch(r"[^\s\"'\[\]{}=,#]+", text):
             return text
+    except RecursionError:
+        raise RecipeError(f"--set {shown}: brackets nested too deep") from None
+    except ValueError as error:  # what int() says of thousands of digits
+        raise RecipeError(f"--set {shown}: too many digits ({str(error).partition(':')[0]})") from None
     raise RecipeError(
-        f"--set {override}: the value {text!r} is neither TOML nor a bare word: quote it as a TOML string"
+        f"--set {shown}: the value {show(text)} is neither TOML nor a bare word: quote it as a TOML string"
     )
 
 
@@ -339,12 +371,7 @@ def _one_line(error: ValidationError) -> str:
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if isinstance(first["input"], Mapping | BaseModel):
         return f"{key}: {message}" if key else message
-    return f"{key} = {_show(first['input'])}: {message}"
-
-
-def _show(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return f"{key} = {show(first['input'])}: {message}"
 
 
 def _toml_value(value: object) -> str:

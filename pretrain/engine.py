@@ -9,6 +9,8 @@ decides. DeepSpeed and torch are imported inside the functions that need them, s
 from __future__ import annotations
 
 import json
+import os
+import socket
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.batching import BatchPlan
-from pretrain.config import RecipeError, RunConfig, nearest
+from pretrain.config import RecipeError, RunConfig, nearest, show
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,52 +32,49 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 
-# What the JSON may set, as DeepSpeed spells it. Left out on purpose: keys that take a number away from the recipe
-# (below), offloading (the memory plan does not count it), and what changes the mathematics behind the recipe's back.
-JSON_KEYS: frozenset[str] = frozenset(
-    {
-        "zero_optimization",
-        "communication_data_type",
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "memory_breakdown",
-        "dump_state",
-        "comms_logger",
-        "flops_profiler",
-        "log_level",
-        "timers",
-        "checkpoint",
-        "disable_python_gc",
-    }
-)
-ZERO_KEYS: frozenset[str] = frozenset(
-    {
-        "stage",
-        "contiguous_gradients",
-        "reduce_scatter",
-        "reduce_bucket_size",
-        "use_multi_rank_bucket_allreduce",
-        "allgather_partitions",
-        "allgather_bucket_size",
-        "overlap_comm",
-        "load_from_fp32_weights",
-        "round_robin_gradients",
-        "parameter_alignment",
-        "ignore_unused_parameters",
-        "log_trace_cache_warnings",
-        "enable_sanity_checks",
-        "sub_group_size",
-        "stage3_prefetch_bucket_size",
-        "stage3_param_persistence_threshold",
-        "stage3_model_persistence_threshold",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-        "stage3_gather_16bit_weights_on_model_save",
-        "stage3_module_granularity_threshold",
-        "stage3_use_all_reduce_for_fetch_params",
-        "stage3_allgather_sequential",
-    }
-)
+# What a value may be: true or false; one of some words; a whole number of a range (5e7 is one too).
+Kind = type[bool] | tuple[str, ...] | range
+COUNT = range(1, 2**62)
+COUNT_OR_NONE = range(2**62)
+BUCKET = range(1, 2**31)  # elements of a buffer that is allocated whole
+
+# What the JSON may set beside zero_optimization, as DeepSpeed spells it. Left out on purpose: keys that take a number
+# away from the recipe (below), offloading (the memory plan does not count it), what changes the mathematics behind the
+# recipe's back, and sections of tools whose values nothing here checks.
+JSON_KEYS: dict[str, Kind] = {
+    "communication_data_type": ("bf16", "fp32"),
+    "steps_per_print": COUNT,
+    "wall_clock_breakdown": bool,
+    "memory_breakdown": bool,
+    "dump_state": bool,
+    "disable_python_gc": bool,
+}
+# What it may set in zero_optimization beside the stage.
+ZERO_KEYS: dict[str, Kind] = {
+    "contiguous_gradients": bool,
+    "reduce_scatter": bool,
+    "reduce_bucket_size": BUCKET,
+    "use_multi_rank_bucket_allreduce": bool,
+    "allgather_partitions": bool,
+    "allgather_bucket_size": BUCKET,
+    "overlap_comm": bool,
+    "load_from_fp32_weights": bool,
+    "round_robin_gradients": bool,
+    "parameter_alignment": bool,
+    "ignore_unused_parameters": bool,
+    "log_trace_cache_warnings": bool,
+    "enable_sanity_checks": bool,
+    "sub_group_size": COUNT,
+    "stage3_prefetch_bucket_size": COUNT_OR_NONE,
+    "stage3_param_persistence_threshold": COUNT_OR_NONE,
+    "stage3_model_persistence_threshold": COUNT_OR_NONE,
+    "stage3_max_live_parameters": COUNT_OR_NONE,
+    "stage3_max_reuse_distance": COUNT_OR_NONE,
+    "stage3_gather_16bit_weights_on_model_save": bool,
+    "stage3_module_granularity_threshold": COUNT_OR_NONE,
+    "stage3_use_all_reduce_for_fetch_params": bool,
+    "stage3_allgather_sequential": bool,
+}
 
 # DeepSpeed's key → the recipe's key that owns the number. In the JSON each may only be "auto".
 RECIPE_OWNS: dict[str, str] = {
@@ -119,6 +118,9 @@ def refusal(stage: int, compute: str, master: str, accumulate: str) -> str | Non
 def read_json(path: Path) -> dict[str, Any]:
     """The DeepSpeed JSON as written. RecipeError: missing, not JSON, not an object, or a key given twice."""
 
+    def refuse_constant(name: str) -> None:
+        raise RecipeError(f"{path}: not valid JSON: {name} is no number of JSON: write a finite number")
+
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         twice = next((key for key in keys if keys.count(key) > 1), None)
@@ -129,11 +131,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise RecipeError(f"{path}: no such DeepSpeed JSON: set deepspeed.config to one of ds_configs/zero0..3.json")
     try:
-        parsed = json.loads(path.read_bytes(), object_pairs_hook=once)
+        parsed = json.loads(path.read_bytes(), object_pairs_hook=once, parse_constant=refuse_constant)
     except json.JSONDecodeError as error:
         raise RecipeError(f"{path}: not valid JSON: {error}") from None
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not UTF-8 at byte {error.start}: save it as UTF-8") from None
+    except RecursionError:
+        raise RecipeError(f"{path}: brackets nested too deep: a DeepSpeed JSON has two levels") from None
+    except ValueError as error:  # what int() says of thousands of digits
+        raise RecipeError(f"{path}: a number there has too many digits ({str(error).partition(':')[0]})") from None
     if not isinstance(parsed, dict):
         raise RecipeError(f"{path}: must hold one JSON object, not a {type(parsed).__name__}")
     return parsed
@@ -145,7 +151,7 @@ def zero_stage(ds_json: Mapping[str, Any]) -> int:
     stage = zero.get("stage") if isinstance(zero, Mapping) else None
     if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage <= 3:
         raise RecipeError(
-            f"the DeepSpeed JSON must say the ZeRO stage: zero_optimization.stage = 0, 1, 2 or 3, not {stage!r}"
+            f"the DeepSpeed JSON must say the ZeRO stage: zero_optimization.stage = 0, 1, 2 or 3, not {show(stage)}"
         )
     return stage
 
@@ -153,11 +159,11 @@ def zero_stage(ds_json: Mapping[str, Any]) -> int:
 def resolve(ds_json: dict[str, Any], config: RunConfig, world_size: int) -> dict[str, Any]:
     """What `deepspeed.initialize` will be told: the JSON with every number of the recipe filled in, none left implicit.
 
-    Pure: neither argument is changed. RecipeError: unknown key (nearest named), a number two files own, a batch that
-    does not divide, or a combination of stage and precision that the engine refuses or silently changes. The optimizer
-    and the schedule are handed over as objects, so they have no section in the result.
+    Pure: neither argument is changed. RecipeError: unknown key (nearest named), a value that its key cannot have, a
+    number two files own, a batch that does not divide, or a combination of stage and precision that the engine refuses
+    or silently changes. The optimizer and the schedule are handed over as objects, so they have no section here.
     """
-    _refuse_unknown_keys(ds_json)
+    _check_json(ds_json)
     stage = zero_stage(ds_json)
     precision = config.precision
     reason = refusal(stage, precision.compute, precision.master, precision.accumulate)
@@ -183,8 +189,8 @@ def resolve(ds_json: dict[str, Any], config: RunConfig, world_size: int) -> dict
     return resolved
 
 
-def _refuse_unknown_keys(ds_json: Mapping[str, Any]) -> None:
-    allowed = sorted(JSON_KEYS | RECIPE_OWNS.keys())
+def _check_json(ds_json: Mapping[str, Any]) -> None:
+    allowed = sorted({"zero_optimization", *JSON_KEYS, *RECIPE_OWNS})
     for key, value in ds_json.items():
         if key not in allowed:
             raise RecipeError(
@@ -192,30 +198,52 @@ def _refuse_unknown_keys(ds_json: Mapping[str, Any]) -> None:
             )
         if key in RECIPE_OWNS and not _is_auto(value):
             raise RecipeError(
-                f"DeepSpeed JSON: {key} = {json.dumps(value)} belongs to the recipe ({RECIPE_OWNS[key]}): "
+                f"DeepSpeed JSON: {key} = {show(value)} belongs to the recipe ({RECIPE_OWNS[key]}): "
                 f'write "auto" there or remove it'
             )
-    zero = ds_json.get("zero_optimization")
-    if not isinstance(zero, Mapping):
-        return
+        if key in JSON_KEYS:
+            _check_value(key, value, JSON_KEYS[key])
     stage = zero_stage(ds_json)
-    for key in zero:
+    for key, value in ds_json["zero_optimization"].items():
+        if key == "stage":
+            continue
         if "offload" in key:
             raise RecipeError(f"DeepSpeed JSON: zero_optimization.{key}: offloading is not supported yet: remove it")
         if key not in ZERO_KEYS:
-            near = nearest(key, sorted(ZERO_KEYS))
+            near = nearest(key, sorted({"stage", *ZERO_KEYS}))
             raise RecipeError(
                 f"DeepSpeed JSON: unknown or unsupported key zero_optimization.{key}: did you mean {near}?"
             )
         if (key.startswith("stage3_") or key == "sub_group_size") and stage != 3:
             raise RecipeError(f"DeepSpeed JSON: zero_optimization.{key} does nothing at stage {stage}: remove it")
+        _check_value(f"zero_optimization.{key}", value, ZERO_KEYS[key])
+
+
+def _check_value(key: str, value: object, kind: Kind) -> None:
+    number = int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(kind, range):
+        allowed = f"a whole number from {kind.start} to {kind.stop - 1}"
+        fits = isinstance(number, int) and not isinstance(number, bool) and number in kind
+    elif isinstance(kind, tuple):
+        allowed = " or ".join(f'"{word}"' for word in kind)
+        fits = isinstance(value, str) and value in kind
+    else:
+        allowed = "true or false"
+        fits = isinstance(value, kind)
+    if not fits:
+        raise RecipeError(f"DeepSpeed JSON: {key} = {show(value)}: must be {allowed}, or left out")
 
 
 def _is_auto(value: object) -> bool:
     """ "auto" itself, or a section whose every value is "auto"."""
-    if isinstance(value, Mapping):
-        return all(_is_auto(entry) for entry in value.values())
-    return value == AUTO
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, Mapping):
+            pending += one.values()
+        elif one != AUTO:
+            return False
+    return True
 
 
 def _copy(value: Any) -> Any:
@@ -236,9 +264,13 @@ def process_group(device: torch.device) -> Iterator[None]:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 has begun to rename.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    deepspeed.init_distributed(
-        dist_backend="nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False
-    )
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    except (dist.DistError, OSError) as error:
+        raise OSError(f"the ranks cannot meet at MASTER_ADDR:MASTER_PORT = {address}: {error}") from None
     try:
         yield
     finally:

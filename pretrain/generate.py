@@ -47,6 +47,7 @@ def continue_prompts(
                 top_p=top_p,
                 seed=seed,
                 stop_id=codec.eos_id,
+                known_ids=codec.vocab_size,
             )
         except ValueError as error:
             raise RecipeError(f"cannot generate from {checkpoint}: {error}") from None

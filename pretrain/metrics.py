@@ -235,7 +235,7 @@ class Report:
             if self._log is not None:
                 self._log.write("evaluation", state.global_step, {"source": source, **score.to_dict()})
         losses = "  ".join(f"{source} {score.loss:.4f}" for source, score in scores.items())
-        self.say(f"step {state.global_step}: held-out loss  {losses}")
+        self.say(f"step {state.global_step}: held-out loss, {scores['all'].tokens:,} tokens  {losses}")
 
     def ends(self, outcome: Literal["stopped", "finished"], state: TrainState, message: str) -> None:
         self._write_status(outcome)

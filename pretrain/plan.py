@@ -8,7 +8,7 @@ from typing import Any
 
 from model.accounting import parameter_count
 from pretrain.batching import BatchPlan
-from pretrain.config import RecipeError, RunConfig, from_root
+from pretrain.config import RecipeError, RunConfig, from_root, show
 from pretrain.engine import read_json, refusal, resolve, zero_stage
 from pretrain.memory import Budget, static_budget
 
@@ -186,9 +186,10 @@ def parse_memory(text: str) -> int:
     """Bytes of a size like 24GB (10^9) or 22GiB (2^30). RecipeError for anything else: a bare number has no unit."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
     unit = UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None or float(match[1]) <= 0:
-        raise RecipeError(f"device memory {text!r}: write a positive number with a unit, for example 24GB or 22GiB")
-    return round(float(match[1]) * unit)
+    size_bytes = float(match[1]) * unit if match is not None and unit is not None else 0.0
+    if not 1 <= size_bytes < 2**63:
+        raise RecipeError(f"device memory {show(text)}: write a positive number with a unit, for example 24GB or 22GiB")
+    return round(size_bytes)
 
 
 def _row(row: Row) -> dict[str, Any]:

@@ -109,9 +109,15 @@ class RunDirectory:
             ) from None
 
     def attempts(self) -> list[dict[str, Any]]:
+        """What environment.json records. Raises RunDirectoryError where it is damaged."""
         if not self.environment.exists():
             return []
-        attempts: list[dict[str, Any]] = json.loads(self.environment.read_text(encoding="utf-8"))["attempts"]
+        try:
+            attempts: list[dict[str, Any]] = list(json.loads(self.environment.read_bytes())["attempts"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise RunDirectoryError(
+                f"{self.environment} is damaged: move it away, and the run goes on without its record of earlier starts"
+            ) from None
         return attempts
 
     def begin_attempt(self, facts: Mapping[str, Any]) -> int:

@@ -59,8 +59,22 @@ class Ranks:
                 port = probe.getsockname()[1]
             values = ("0", "0", "1", "127.0.0.1", str(port))
             environ.update(zip(LAUNCHER_VARIABLES, values, strict=True))
-        rank, local_rank, world_size = (int(environ[name]) for name in LAUNCHER_VARIABLES[:3])
-        return cls(rank, local_rank, world_size, environ.get("DS_ACCELERATOR"))
+        numbers = {}
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
+            if not environ[name].isascii() or not environ[name].isdigit():
+                raise RecipeError(f"{name}={environ[name]} in the environment is not a whole number")
+            numbers[name] = int(environ[name])
+        if not max(numbers["RANK"], numbers["LOCAL_RANK"]) < numbers["WORLD_SIZE"]:
+            raise RecipeError(
+                f"RANK={environ['RANK']} and LOCAL_RANK={environ['LOCAL_RANK']} must be below WORLD_SIZE="
+                f"{environ['WORLD_SIZE']}"
+            )
+        if not 0 < numbers["MASTER_PORT"] < 65536:
+            raise RecipeError(f"MASTER_PORT={environ['MASTER_PORT']} is no TCP port: 1 to 65535")
+        accelerator = environ.get("DS_ACCELERATOR")
+        if accelerator not in (None, "cpu", "cuda"):
+            raise RecipeError(f"DS_ACCELERATOR={accelerator}: set it to cpu or cuda, or leave it out")
+        return cls(numbers["RANK"], numbers["LOCAL_RANK"], numbers["WORLD_SIZE"], accelerator)
 
     @property
     def is_first(self) -> bool:
@@ -103,6 +117,11 @@ class Ranks:
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because another rank is gone: that rank knows why, this one only that."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 @contextmanager

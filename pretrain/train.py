@@ -152,7 +152,8 @@ def begin_attempt(
     clear_leftovers(directory.checkpoints)
     chosen = choose(directory.checkpoints, resume, inputs.identity, say)
     recipe = to_toml(inputs.config)
-    earlier = directory.recipe.read_text().splitlines() if directory.recipe.exists() else recipe.splitlines()
+    directory.attempts()  # damaged? then say so before anything is changed
+    earlier = directory.recipe.read_bytes().decode(errors="replace") if directory.recipe.exists() else recipe
     directory.stop_file.unlink(missing_ok=True)
     inputs.codec.copy_to(directory.tokenizer)
     write_text(directory.recipe, recipe)
@@ -162,7 +163,7 @@ def begin_attempt(
             "world_size": inputs.plan.world_size,
             "pids": pids,
             "resumed_from": None if chosen is None else str(chosen),
-            "recipe_changes": [line for line in recipe.splitlines() if line not in earlier],
+            "recipe_changes": [line for line in recipe.splitlines() if line not in earlier.splitlines()],
         }
     )
     return attempt, chosen

@@ -145,17 +145,22 @@ def test_a_damaged_status_is_an_error(tmp_path):
     assert read_status(tmp_path / "none") == {}
 
 
-# A launcher that dies at once on SIGTERM, as DeepSpeed's runner does, and a rank that saves first and then stops.
+# A launcher that dies at once on SIGTERM, as DeepSpeed's runner does, and a rank that saves first and then stops: by
+# the stop file once it has begun, by SIGTERM before.
 RANK = """
 import json, pathlib, signal, sys, time
 status = pathlib.Path(sys.argv[1]) / "status.json"
-def stop(number, frame):
+def stop(*_):
     time.sleep(0.5)
     status.write_text(json.dumps({"state": "stopped", "attempt": 1}))
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
-status.write_text(json.dumps({"state": "running", "attempt": 1}))
-time.sleep(60)
+(pathlib.Path(sys.argv[1]) / "ready").touch()
+if len(sys.argv) == 2:
+    status.write_text(json.dumps({"state": "running", "attempt": 1}))
+while not (pathlib.Path(sys.argv[1]) / "stop").exists():
+    time.sleep(0.05)
+stop()
 """
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[2], sys.argv[1]])"
 CALLER = """
@@ -187,12 +192,15 @@ def marked(directory):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_the_ranks_save_and_leaves_no_orphans(tmp_path, number):
-    caller = subprocess.Popen([sys.executable, "-c", CALLER, str(tmp_path), LAUNCHER, RANK], cwd=ROOT)
-    wait_for((tmp_path / "status.json").exists)
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_signal_lets_the_ranks_save_and_leaves_no_orphans(tmp_path, number, begun):
+    rank = RANK if begun else RANK.replace("len(sys.argv) == 2", "False")
+    caller = subprocess.Popen([sys.executable, "-c", CALLER, str(tmp_path), LAUNCHER, rank], cwd=ROOT)
+    wait_for((tmp_path / ("status.json" if begun else "ready")).exists)
     time.sleep(0.1)
     caller.send_signal(number)
     assert caller.wait(timeout=20) == 0
+    assert (tmp_path / "stop").exists() is begun
     assert read_status(tmp_path)["state"] == "stopped"
     assert marked(tmp_path) == []
 
@@ -220,3 +228,14 @@ def test_a_rank_killed_by_a_signal_is_a_failure_even_if_the_launcher_says_zero(t
     argv = (sys.executable, "-c", launcher, rank, str(tmp_path))
     assert run(Launch(argv, {}, tmp_path, 1, {}), os.environ) == 1
     assert "step 3 of 9" in capfd.readouterr().err
+    assert read_status(tmp_path)["state"] == "failed"
+
+
+def test_killed_itself_it_takes_the_run_with_it(tmp_path):
+    caller = subprocess.Popen(
+        [sys.executable, "-c", CALLER, str(tmp_path), "import time; time.sleep(60)", ""], cwd=ROOT
+    )
+    wait_for(lambda: len(marked(tmp_path)) == 1)
+    caller.kill()
+    caller.wait()
+    wait_for(lambda: marked(tmp_path) == [])

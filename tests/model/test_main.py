@@ -29,7 +29,8 @@ def test_count_prints_the_table() -> None:
 
 def test_count_reads_a_recipe_whatever_else_it_holds(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text('seed = 1\n[model]\npreset = "mini"\nn_layers = 6\n[unheard.of]\nx = 1\n', encoding="utf-8")
+    text = 'seed = 1\n[model]\npreset = "mini"\nn_layers = 6\n[unheard.of]\nx = 1\n'
+    recipe.write_text(text, encoding="utf-8-sig")
     report = json.loads(run("count", str(recipe), "--json").stdout)
     assert report["config"]["n_layers"] == 6
     assert report["parameters"] == report["parts"][-1]["parameters"] < 35_926_528
@@ -73,7 +74,11 @@ def test_a_model_larger_than_the_memory_is_refused(tmp_path: Path) -> None:
         ("[model\n", "not valid TOML"),
         ("seed = 1\n", "no [model] table"),
         ('[model]\npreset = "mini"\nn_head = 4\n', 'unknown key "n_head"'),
+        ("seed = " + "[" * 5000, "brackets nested too deep"),
+        ("seed = " + "9" * 5000, "too many digits"),
+        ('[model]\npreset = "mini"\nnorm_eps = ' + "9" * 400, "norm_eps = a number of 1329 bits"),
     ],
+    ids=range(7),
 )
 def test_bad_recipes_end_in_one_line(tmp_path: Path, text: str | None, words: str) -> None:
     recipe = tmp_path / "recipe.toml"

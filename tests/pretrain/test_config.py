@@ -105,6 +105,27 @@ def test_unknown_keys_name_their_nearest_neighbour(path, override, names):
         ("data.stages=[{from_tokens=0,weights={en=0}}]", "above 0"),
         ("evaluation.max_tokens=1023", "evaluation.max_tokens 1023 is less than one window of model.seq_len 1024"),
         ("data.stages=[{from_tokens=0,weights={en=-1}}]", "data.stages.0.weights.en = -1"),
+        ("seed=99999999999999999999", "seed = 99999999999999999999: should be less than"),
+        ("batch.micro_batch_size=2147483648", "batch.micro_batch_size = 2147483648: should be less than 2147483648"),
+        ("memory.loss_chunk_tokens=99999999999999999999999", "should be less than 2147483648"),
+        ("memory.loss_chunk_tokens=0x" + "f" * 5000, "memory.loss_chunk_tokens = a number of 20000 bits"),
+        ("schedule.max_steps=9999999999999999999", "less than or equal to 4611686018427387904"),
+        ("schedule.peak_lr=1e31", "schedule.peak_lr = 1e+31: should be less than"),
+        ("optimizer.weight_decay=1e300", "optimizer.weight_decay = 1e+300: should be less than"),
+        ("schedule.peak_lr=" + "9" * 400, "schedule.peak_lr = "),
+        ("optimizer.gradient_clipping=" + "9" * 400, 'positive number, or "off"'),
+        ("model.norm_eps=" + "9" * 400, "norm_eps = a number of 1329 bits must be positive, finite and below 1e+30"),
+        ("model.vocab_size=99999999999999999999", "vocab_size = 99999999999999999999 must be positive"),
+        ("model.n_layers=0x" + "f" * 5000, "n_layers = a number of 20000 bits"),
+        ("model.n_layers." + "a." * 2000 + "a=1", "n_layers = {"),
+        ("model.preset=0x" + "f" * 5000, "unknown preset a number of 20000 bits"),
+        ("schedule.max_steps=" + "9" * 5000, "too many digits"),
+        ("schedule.max_steps=" + "[" * 5000, "brackets nested too deep"),
+        ("schedule.max_steps=" + "[" * 100 + "]" * 100, "should be a valid integer"),
+        ("data.path=''", "data.path = '': should name a file or folder"),
+        ("data.tokenizer=' '", "data.tokenizer = ' ': should name"),
+        ("deepspeed.config=''", "deepspeed.config = '': should name"),
+        ('data.path="a\\u0000b"', "should name a file or folder"),
         ("schedule=3", "schedule is a table"),
         ("schedule={peak_lr=1}", "one --set for each key"),
         ("seed.x=1", "seed"),
@@ -113,9 +134,30 @@ def test_unknown_keys_name_their_nearest_neighbour(path, override, names):
         ("data.path=two words", "quote it"),
         ("data.path=1\nseed = 3", "on one line"),
     ],
+    ids=lambda text: text[:40],
 )
 def test_bad_values_are_one_line_with_the_remedy(path, override, says):
-    assert says in refused(path, override)
+    message = refused(path, override)
+    assert says in message
+    assert len(message) < 500
+
+
+def test_a_byte_order_mark_is_no_part_of_the_recipe(path):
+    path.write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
+    assert load_recipe(path).schedule.max_steps == 100
+
+
+@pytest.mark.parametrize(
+    "value, says", [("9" * 5000, "too many digits"), ("[" * 5000, "nested too deep")], ids=["digits", "brackets"]
+)
+def test_a_recipe_beyond_what_python_parses_is_one_line(path, value, says):
+    path.write_text(f"seed = {value}\n" + TEXT)
+    assert says in refused(path)
+
+
+def test_counts_may_be_larger_than_sizes(path):
+    config = load_recipe(path, [f"schedule.max_steps={2**62}", "data.stages=[{from_tokens=0,weights={en=1}}]"])
+    assert config.schedule.max_steps == 2**62
 
 
 def test_fp32_compute_has_no_bf16_state():

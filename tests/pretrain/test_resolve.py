@@ -4,6 +4,7 @@ import ast
 import copy
 import importlib.util
 import json
+import re
 from itertools import product
 from pathlib import Path
 
@@ -65,6 +66,10 @@ def test_clipping_off_is_said_aloud():
         ({"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1}}, "does nothing at stage 2"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {}}}, "offload_optimizer: offloading is not"),
         ({"zero_optimization": {"stage": 3, "offload_param": {}}}, "offloading is not supported yet: remove it"),
+        *[
+            ({"zero_optimization": {"stage": 2}, key: {}}, f"unknown or unsupported key {key}")
+            for key in ("flops_profiler", "comms_logger", "checkpoint", "log_level", "timers")
+        ],
         ({"zero_optimization": {"stage": 2}, "train_batch_size": 32}, "batch.global_batch_size"),
         ({"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}, "optimizer.gradient_clipping"),
         ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, "precision.compute"),
@@ -78,6 +83,64 @@ def test_what_is_unknown_or_owned_twice_is_refused(ds_json, says):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "zero, says",
+    [
+        (
+            {"reduce_bucket_size": "junk"},
+            "zero_optimization.reduce_bucket_size = 'junk': must be a whole number from 1",
+        ),
+        ({"reduce_bucket_size": -5}, "reduce_bucket_size = -5: must be a whole number"),
+        ({"reduce_bucket_size": 2**31}, "from 1 to 2147483647"),
+        ({"reduce_bucket_size": True}, "reduce_bucket_size = True"),
+        ({"allgather_bucket_size": float("inf")}, "allgather_bucket_size = inf"),
+        ({"allgather_bucket_size": 0.5}, "allgather_bucket_size = 0.5"),
+        ({"allgather_bucket_size": 0}, "allgather_bucket_size = 0"),
+        ({"allgather_bucket_size": 16**5000 - 1}, "= a number of 20000 bits"),
+        ({"parameter_alignment": -1}, "parameter_alignment = -1: must be true or false"),
+        ({"overlap_comm": "auto"}, "overlap_comm = 'auto': must be true or false"),
+        ({"overlap_comm": None}, "overlap_comm = None"),
+        ({"stage": 3, "stage3_max_live_parameters": -1}, "from 0 to"),
+    ],
+)
+def test_values_that_a_zero_key_cannot_have_are_refused(zero, says):
+    with pytest.raises(RecipeError, match=re.escape(says)) as caught:
+        resolve({"zero_optimization": {"stage": 2, **zero}}, recipe(), 1)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "values, says",
+    [
+        ({"steps_per_print": "x"}, "steps_per_print = 'x': must be a whole number from 1"),
+        ({"steps_per_print": 0}, "steps_per_print = 0"),
+        ({"communication_data_type": "fp7"}, 'communication_data_type = \'fp7\': must be "bf16" or "fp32"'),
+        ({"communication_data_type": ["fp32"]}, "communication_data_type = ['fp32']"),
+        ({"dump_state": 1}, "dump_state = 1: must be true or false"),
+    ],
+)
+def test_values_that_a_key_cannot_have_are_refused(values, says):
+    with pytest.raises(RecipeError, match=re.escape(says)):
+        resolve({"zero_optimization": {"stage": 2}, **values}, recipe(), 1)
+
+
+def test_values_that_keys_can_have_pass_as_they_stand():
+    zero = {"stage": 3, "reduce_bucket_size": 5e7, "overlap_comm": False, "stage3_param_persistence_threshold": 0}
+    ds_json = {"zero_optimization": zero, "steps_per_print": 10, "communication_data_type": "fp32"}
+    assert ds_json.items() <= resolve(ds_json, recipe(), 1).items()
+
+
+def test_a_section_of_many_levels_is_refused_like_any_other():
+    section = {}
+    deepest = section
+    for _ in range(2000):
+        deepest["a"] = deepest = {}
+    deepest["a"] = 1
+    with pytest.raises(RecipeError, match="belongs to the recipe"):
+        resolve({"zero_optimization": {"stage": 2}, "optimizer": section}, recipe(), 1)
+
+
 def test_a_batch_that_does_not_divide_is_refused():
     with pytest.raises(RecipeError, match="4 × 3 = 12: use 24 or 36"):
         resolve(JSONS[2], recipe(), 3)
@@ -85,13 +148,23 @@ def test_a_batch_that_does_not_divide_is_refused():
 
 @pytest.mark.parametrize(
     "text, says",
-    [("{", "not valid JSON"), ("[]", "one JSON object"), ('{"bf16": "auto", "bf16": "auto"}', "stands there twice")],
+    [
+        ("{", "not valid JSON"),
+        ("[]", "one JSON object"),
+        ('{"bf16": "auto", "bf16": "auto"}', "stands there twice"),
+        ("[" * 100_000, "brackets nested too deep"),
+        ('{"steps_per_print": ' + "9" * 5000 + "}", "too many digits"),
+        ('{"steps_per_print": NaN}', "NaN is no number"),
+        ('{"steps_per_print": -Infinity}', "-Infinity is no number"),
+    ],
+    ids=range(7),
 )
 def test_an_unreadable_json_is_one_line(tmp_path, text, says):
     file = tmp_path / "zero.json"
     file.write_text(text)
-    with pytest.raises(RecipeError, match=says):
+    with pytest.raises(RecipeError, match=says) as caught:
         read_json(file)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_json_names_the_ones_there_are(tmp_path):
@@ -114,7 +187,7 @@ def test_the_keys_are_those_of_the_installed_deepspeed():
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             aliases = [k.value.value for k in getattr(node.value, "keywords", ()) if k.arg == "alias"]
             names |= set(aliases or [node.target.id])
-    assert names >= ZERO_KEYS
+    assert names >= ZERO_KEYS.keys()
     sources = "".join(
         deepspeed_source(f"{path}.py")
         for path in (
@@ -130,5 +203,5 @@ def test_the_keys_are_those_of_the_installed_deepspeed():
             "utils/config",
         )
     )
-    missing = [key for key in JSON_KEYS | RECIPE_OWNS.keys() if f'"{key}"' not in sources and f"'{key}'" not in sources]
+    missing = [key for key in [*JSON_KEYS, *RECIPE_OWNS] if f'"{key}"' not in sources and f"'{key}'" not in sources]
     assert missing == []

@@ -16,12 +16,12 @@ class ModelConfigError(ValueError):
     """A model description that cannot be built; the message is one line that says what to change."""
 
 
-def _typed(name: str, kind: Any, value: object) -> object:
+def _typed(name: str, kind: Any, value: Any) -> Any:
     """`value` as the field's type: numbers in their range, an int accepted for a float, a bool never for a number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if type(value) is not kind and not (kind is float and type(value) is int):
         raise ModelConfigError(f"{name} = {_show(value)} must be of type {kind.__name__}, not {type(value).__name__}")
-    if is_number and not 0 < value < LIMITS[kind]:  # type: ignore[operator]
+    if is_number and not 0 < value < LIMITS[kind]:
         raise ModelConfigError(f"{name} = {_show(value)} must be positive, finite and below {LIMITS[kind]:g}")
     return kind(value)
 
@@ -137,9 +137,8 @@ def from_table(table: Mapping[str, Any]) -> ModelConfig:
 def preset_named(name: object) -> ModelConfig:
     """The preset of that name. Raises ModelConfigError naming the nearest one."""
     if not isinstance(name, str) or name not in PRESETS:
-        raise ModelConfigError(
-            f"unknown preset {_show(name)}{nearest(name if isinstance(name, str) else '', PRESETS)}; presets: {', '.join(PRESETS)}"
-        )
+        near = nearest(name, PRESETS) if isinstance(name, str) else ""
+        raise ModelConfigError(f"unknown preset {_show(name)}{near}; presets: {', '.join(PRESETS)}")
     return PRESETS[name]
 
 

@@ -132,6 +132,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise RecipeError(f"{path}: no such DeepSpeed JSON: set deepspeed.config to one of ds_configs/zero0..3.json")
     try:
         parsed = json.loads(path.read_bytes(), object_pairs_hook=once, parse_constant=refuse_constant)
+    except RecipeError:
+        raise
     except json.JSONDecodeError as error:
         raise RecipeError(f"{path}: not valid JSON: {error}") from None
     except UnicodeDecodeError as error:

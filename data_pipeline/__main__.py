@@ -151,16 +151,17 @@ def inspect_command(
     collection = open_collection(path)
     if document is not None and window is not None:
         raise DataFormatError("say --document or --window, not both")
-    if document is None and window is None:
+    side = next((one for one in SPLITS if one == split), None)
+    if side is None:
+        raise DataFormatError(f"there is no split {split!r}; say --split train or --split validation")
+    shows_text = document is not None or window is not None
+    chosen = choose_source(collection, source) if shows_text or source is not None else None
+    if chosen is None or not shows_text:
         if json_output:
             _print_json(summarize(collection))
         else:
             _print_summary(collection)
         return
-    chosen = choose_source(collection, source)
-    side = next((one for one in SPLITS if one == split), None)
-    if side is None:
-        raise DataFormatError(f"there is no split {split!r}; say --split train or --split validation")
     codec = choose_codec(collection)
     if document is not None:
         segments = document_segments(chosen, side, document, codec)
@@ -259,7 +260,7 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)  # None, or the code of a typer.Exit
-        sys.stdout.flush()
+        print(end="", flush=True)  # does nothing where stdout is closed
     except BrokenPipeError:  # whoever read our output has left; without this, Python says so once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1

@@ -130,6 +130,7 @@ def prepare(
     if workers < 1:
         raise PrepareError(f"{workers} workers cannot work; take 1 or more")
     codec = Codec.load(tokenizer)
+    _refuse_output_among_inputs(inputs, out)
     units, plan = _make_plan(inputs, options, codec)
     place = Workplace(out)
     _refuse_foreign_folder(place)
@@ -186,6 +187,13 @@ def _make_plan(
         "sources": sources,
     }
     return units, plan
+
+
+def _refuse_output_among_inputs(inputs: Mapping[str, Sequence[Path]], out: Path) -> None:
+    """A folder is read to its bottom: the next run would read what this one wrote."""
+    for folder in (path for paths in inputs.values() for path in paths if path.is_dir()):
+        if out.resolve().is_relative_to(folder.resolve()):
+            raise PrepareError(f"{out}: lies inside the input {folder}; choose an --out outside of it")
 
 
 def _refuse_foreign_folder(place: Workplace) -> None:

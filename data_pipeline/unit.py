@@ -35,6 +35,7 @@ from data_pipeline.shards import (
 from tokenizer.codec import Codec
 
 RECEIPT_FORMAT = "zerohalf-receipt"
+_MOST = 2**62
 _BATCH_CHARS = 1 << 20
 _BATCH_DOCUMENTS = 4096
 
@@ -60,6 +61,15 @@ class Options:
             raise PrepareError(
                 f"units of {self.unit_bytes} bytes are too small; take 1 or more (64 MiB is the default)"
             )
+        for name in ("unit_bytes", "min_chars", "max_chars"):
+            if (getattr(self, name) or 0) > _MOST:  # the plan keeps it as a number of 64 bits
+                raise PrepareError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)} is too large; take {_MOST} or less"
+                )
+        try:
+            self.text_field.encode("utf-8")
+        except UnicodeEncodeError:
+            raise PrepareError(f"--text-field {self.text_field!a} is not UTF-8, so no document has it") from None
         try:
             self.length_filter()
         except ValueError as error:

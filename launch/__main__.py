@@ -107,7 +107,7 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)  # None, or the code of a typer.Exit
-        sys.stdout.flush()
+        print(end="", flush=True)  # does nothing where stdout is closed
     except BrokenPipeError:  # whoever read our output has left; without this, Python says so once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1

@@ -56,7 +56,7 @@ def count(target: Target, as_json: AsJson = False) -> None:
 def verify(
     target: Target,
     as_json: AsJson = False,
-    seed: Annotated[int, typer.Option(help="Seed of the weights and of the random ids.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the weights and of the random ids.")] = 0,
 ) -> None:
     """Build the model in fp32 on this CPU and run the five acceptance checks; exit 1 if one fails.
 
@@ -75,7 +75,7 @@ def verify(
             print(f"   expected  {check.expected}\n   formula   {check.formula}\n   measured  {check.measured}")
             for cause in check.likely_causes:
                 print(f"   likely    {cause}")
-            sys.stdout.flush()
+            print(end="", flush=True)
     passed = sum(check.passed for check in checks)
     complete = passed == len(CHECK_NAMES)
     if as_json:
@@ -179,7 +179,7 @@ def main() -> None:
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)  # None, or the code of a typer.Exit
-        sys.stdout.flush()
+        print(end="", flush=True)  # does nothing where stdout is closed
     except BrokenPipeError:  # whoever read our output has left; without this, Python says so once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1

@@ -101,10 +101,11 @@ def run(
 
     config = load_recipe(recipe, overrides or ())
     from pretrain.metrics import TrainingDivergedError
-    from pretrain.runtime import Ranks, is_lost_peer
+    from pretrain.runtime import Ranks, is_lost_peer, one_ranks_fault
     from pretrain.train import train
 
-    ranks = Ranks.from_environment(os.environ)
+    with one_ranks_fault():
+        ranks = Ranks.from_environment(os.environ)
     try:
         train(config, directory or Path("runs") / recipe.stem, ranks, resume=resume)
     except TrainingDivergedError as error:
@@ -247,7 +248,7 @@ def main() -> None:
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)  # None, or the code of a typer.Exit
-        sys.stdout.flush()
+        print(end="", flush=True)  # does nothing where stdout is closed
     except BrokenPipeError:  # whoever read our output has left; without this, Python says so once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1

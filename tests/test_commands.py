@@ -146,6 +146,18 @@ def test_a_reader_that_leaves_is_not_told_so(arguments: list[str]) -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
+@pytest.mark.parametrize("arguments", [*([package] for package in PACKAGES), ["model", "count", "mini"]])
+def test_a_closed_stdout_is_no_error(arguments: list[str]) -> None:
+    """As `>&-` leaves it: Python has no sys.stdout then."""
+    assert_silent_with_closed_stdout(*arguments)
+
+
+def assert_silent_with_closed_stdout(*arguments: object) -> None:
+    command = ["bash", "-c", '"$@" >&-', "bash", sys.executable, "-m", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_an_interrupt_ends_without_a_traceback() -> None:
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "model", "verify", "mini"],
@@ -198,6 +210,7 @@ def test_every_report_is_strict_json(tmp_path: Path) -> None:
     assert trained["vocab_size"] == 400
     ids = report("tokenizer", "encode", tokenizer, "道 </s>", "--json")["ids"]
     assert report("tokenizer", "decode", tokenizer, *ids, "--json") == {"text": "道 </s>"}
+    assert_silent_with_closed_stdout("tokenizer", "decode", tokenizer, *ids)
     fitted = report("tokenizer", "report", tokenizer, "--input", text, "--input", f"short={short}", "--json")
     assert fitted["all"]["documents"] == 13
 

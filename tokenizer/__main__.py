@@ -163,7 +163,8 @@ def decode(
     if as_json:
         print(json.dumps({"text": text}, ensure_ascii=False))
         return
-    sys.stdout.buffer.write(text.encode("utf-8") + (b"\n" if sys.stdout.isatty() else b""))
+    if sys.stdout is not None:  # as `>&-` leaves it
+        sys.stdout.buffer.write(text.encode("utf-8") + (b"\n" if sys.stdout.isatty() else b""))
 
 
 @app.command(
@@ -280,6 +281,8 @@ def _reasons(dropped: Counter[str]) -> str:
 
 
 def _read_text(file: Path) -> str:
+    if str(file) == "-" and sys.stdin is None:  # as `<&-` leaves it
+        raise TokenizerError("--file -: standard input is closed; name a file")
     raw = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
     try:
         return raw.decode("utf-8")
@@ -354,7 +357,7 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)  # None, or the code of a typer.Exit
-        sys.stdout.flush()
+        print(end="", flush=True)  # does nothing where stdout is closed
     except BrokenPipeError:  # whoever read our output has left; without this, Python says so once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1

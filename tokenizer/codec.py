@@ -218,7 +218,7 @@ def _read(path: Path) -> bytes:
 def _parse_description(path: Path, content: bytes) -> dict[str, Any]:
     try:
         description = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: not JSON ({error}); restore or retrain the tokenizer") from error
     if not isinstance(description, dict) or description.get("format") != FORMAT:
         raise TokenizerError(f"{path}: not the description of a tokenizer (no format {FORMAT!r})")

@@ -285,6 +285,16 @@ def test_a_folder_of_other_things_is_refused(
         prepare(one_file, tokenizer_folder, one_file["x"][0])
 
 
+def test_output_inside_an_input_folder_is_refused(
+    tmp_path: Path, one_file: dict[str, list[Path]], tokenizer_folder: Path
+) -> None:
+    folder = one_file["x"][0].parent
+    for out in (folder / "out", folder / "deep" / "out"):
+        with pytest.raises(PrepareError, match="lies inside the input"):
+            prepare({"a": [folder]}, tokenizer_folder, out)
+        assert not out.parent.joinpath("out").exists()
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_of_a_cut_file_nothing_is_published(tmp_path: Path, tokenizer_folder: Path, workers: int) -> None:
     good = write_jsonl(tmp_path / "good.jsonl", ["good"])

@@ -92,6 +92,12 @@ def test_bad_recipes_end_in_one_line(tmp_path: Path, text: str | None, words: st
     assert words in outcome.stderr
 
 
+def test_a_seed_beyond_64_bits_is_one_line() -> None:
+    outcome = run("verify", "mini", "--seed", "9" * 20)
+    assert (outcome.returncode, outcome.stderr.count("\n")) == (2, 1)
+    assert "--seed" in outcome.stderr
+
+
 def test_an_unknown_preset_names_the_nearest() -> None:
     outcome = run("verify", "minni")
     assert (outcome.returncode, outcome.stderr.count("\n")) == (2, 1)

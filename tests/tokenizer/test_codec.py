@@ -154,6 +154,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "later version": (lambda f: edit_description(f, version=2), "version 2"),
     "other format": (lambda f: edit_description(f, format="x"), "not the description"),
     "no JSON": (lambda f: (f / "description.json").write_text("{"), "not JSON"),
+    "nested too deep": (lambda f: (f / "description.json").write_text("[" * 100_000), "not JSON"),
+    "too many digits": (lambda f: (f / "description.json").write_text("9" * 5000), "not JSON"),
     "no object": (lambda f: (f / "description.json").write_text("[]"), "not the description"),
     "no UTF-8": (lambda f: (f / "description.json").write_bytes(b"\xff\xfe{"), "not JSON"),
     "junk model": (lambda f: replace_model(f, b"junk"), "sentencepiece can't read it"),

@@ -21,6 +21,25 @@ def run(*arguments: object, stdin: bytes = b"", cwd: Path = ROOT) -> subprocess.
     return subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, check=False, timeout=60)
 
 
+def test_a_closed_standard_input_is_one_line(tokenizer_folder: Path) -> None:
+    command = [
+        "bash",
+        "-c",
+        '"$@" <&-',
+        "bash",
+        sys.executable,
+        "-m",
+        "tokenizer",
+        "encode",
+        tokenizer_folder,
+        "--file",
+        "-",
+    ]
+    done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (2, b"", 1)
+    assert b"standard input is closed" in done.stderr
+
+
 def test_the_whole_chain_on_files(texts: list[str], tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     for number, text in enumerate(texts[:5]):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.checkpoint import choose, clear_leftovers, find, list_checkpoints, load_model, verify
+from pretrain.checkpoint import choose, clear_leftovers, find, list_checkpoints, load_model, run_of, verify
 from pretrain.config import parse_recipe
 from pretrain.run_directory import CheckpointError, RunDirectory, RunDirectoryError
 from pretrain.runtime import Ranks
@@ -91,6 +91,25 @@ def test_damage_anywhere_is_found_and_the_one_before_is_used(damage: str, run: t
             damaged.rename(newest)
         (newest / name).write_bytes(original)
         verify(newest)
+
+
+@pytest.mark.parametrize("content", [b"{}", b"[]", b"[" * 100_000, b'{"format": "zerohalf-checkpoint", "version": 1}'])
+def test_a_manifest_of_another_shape_is_damage(content: bytes, run: tuple[Path, dict[str, Any]]) -> None:
+    path, tables = run
+    (path / "checkpoints" / "step-00000008" / "manifest.json").write_bytes(content)
+    assert choose(path / "checkpoints", "auto", identity(tables)) == path / "checkpoints" / "step-00000006"
+
+
+@pytest.mark.parametrize("content", ["junk", "", "{}", '{"attempts": 5}'])
+def test_a_damaged_record_of_attempts_is_one_line(content: str, run: tuple[Path, dict[str, Any]]) -> None:
+    path, tables = run
+    (path / "environment.json").write_text(content)
+    with pytest.raises(RunDirectoryError, match=r"environment.json is damaged: move it away"):
+        begin_attempt(RunDirectory(path), Inputs.check(parse_recipe(tables), 1), "auto", [1], print)
+    (path / "environment.json").unlink()
+    (path / "recipe.toml").write_bytes(b"\xff\xfe")
+    attempt, _ = begin_attempt(RunDirectory(path), Inputs.check(parse_recipe(tables), 1), "auto", [1], print)
+    assert attempt == 1
 
 
 def test_all_damaged_is_an_error_that_says_what_to_do(run: tuple[Path, dict[str, Any]]) -> None:
@@ -172,6 +191,14 @@ def test_resume_never_and_resume_from_a_path(run: tuple[Path, dict[str, Any]], t
         choose(folder, str(folder / "step-00000004"), ours)
     with pytest.raises(CheckpointError, match="does not exist"):
         choose(folder, str(tmp_path / "nowhere"), ours)
+
+
+def test_a_checkpoint_alone_says_what_it_lacks(run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    path, _ = run
+    alone = tmp_path / "alone" / "step-00000008"
+    shutil.copytree(find(path), alone)
+    with pytest.raises(CheckpointError, match="stands in no run directory"):
+        run_of(alone)
 
 
 def test_the_plain_weights_are_those_the_engine_computed_with(run: tuple[Path, dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint import list_checkpoints
-from pretrain.config import load_recipe
+from pretrain.checkpoint import list_checkpoints, verify
+from pretrain.config import load_recipe, parse_recipe
 from pretrain.metrics import read_metrics
 from pretrain.plan import plan
 from pretrain.runtime import Ranks
@@ -43,6 +44,34 @@ def test_fifteen_kills_at_random_moments(
     expected = [(r["step"], r["loss"], r["grad_norm"]) for r in read_metrics(whole / "metrics.jsonl")]
     assert [(r["step"], r["loss"], r["grad_norm"]) for r in read_metrics(killed / "metrics.jsonl")] == expected
     assert_same_checkpoint(list_checkpoints(whole / "checkpoints")[-1], list_checkpoints(killed / "checkpoints")[-1])
+
+
+def saving_case(ranks: Ranks, tables: dict[str, Any], path: Path) -> str:
+    try:
+        return train(parse_recipe(tables), path, ranks)
+    except OSError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("kilobytes", [300, 1000, 2500, 4000])
+def test_a_disk_that_is_full_while_saving(
+    kilobytes: int, tiny_recipe: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """A small file system of its own (mounting it wants root): one line, earlier checkpoints whole, room given back."""
+    path = tmp_path / "small"
+    path.mkdir()
+    tables = tiny_recipe(checkpoint={"every_steps": 2, "keep_last": 9}, evaluation={"every_steps": 100})
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "none", str(path)], check=True)
+    try:
+        (message,) = run_ranks(1, saving_case, tables, path / "run")
+        assert "the disk is full" in message or "No space left" in message
+        for checkpoint in list_checkpoints(path / "run" / "checkpoints"):
+            verify(checkpoint)
+        assert not list((path / "run").glob("checkpoints/*.partial"))
+        subprocess.run(["mount", "-o", "remount,size=64m", str(path)], check=True)
+        assert run_ranks(1, saving_case, tables, path / "run") == ["finished"]
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
 
 
 def half_billion_case(ranks: Ranks, name: str, overrides: list[str], path: Path) -> str:

@@ -16,6 +16,7 @@ import pytest
 from data_pipeline.prepare import Options, prepare
 from pretrain.checkpoint import list_checkpoints
 from pretrain.config import parse_recipe, to_toml
+from pretrain.generate import continue_prompts
 from pretrain.metrics import TrainingDivergedError, read_metrics
 from pretrain.runtime import Ranks
 from pretrain.train import train
@@ -156,6 +157,44 @@ def test_damaged_data_is_one_line(
 def test_only_some_of_a_launchers_variables(recipe_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused(command(recipe_file()), "WORLD_SIZE", "RANK", "all of them or none")
+
+
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("RANK", "x", "RANK=x in the environment is not a whole number"),
+        ("RANK", "-1", "RANK=-1"),
+        ("RANK", "5", "below WORLD_SIZE=1"),
+        ("MASTER_PORT", "99999999", "no TCP port"),
+        ("DS_ACCELERATOR", "nonsense", "DS_ACCELERATOR=nonsense: set it to cpu or cuda"),
+        ("MASTER_ADDR", "nowhere.invalid", "cannot meet at MASTER_ADDR:MASTER_PORT = nowhere.invalid:"),
+    ],
+)
+def test_a_launchers_variables_with_nonsense(
+    name: str, value: str, words: str, recipe_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    for variable, setting in {**whole, name: value}.items():
+        monkeypatch.setenv(variable, setting)
+    done = command(recipe_file(), "--run", str(tmp_path / "run"))
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_strangers_rank_silences_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RANK", "1")
+    refused(command(tmp_path / "nowhere.toml", verb="plan"), "no such recipe")
+
+
+def test_a_model_with_more_ids_than_its_tokenizer_generates(tiny_recipe: Tables, tmp_path: Path) -> None:
+    """Ids that the tokenizer lacks are never drawn, however little the model has learnt."""
+    tables = tiny_recipe(model={"vocab_size": 3000}, schedule={"max_steps": 3}, evaluation={"every_steps": 9})
+    run_ranks(1, train_case, tables, tmp_path / "run")
+    for _, text in continue_prompts(
+        tmp_path / "run", ["a", ""], max_new_tokens=40, temperature=5.0, top_k=None, top_p=None, seed=1
+    ):
+        assert text
 
 
 def test_evaluate_and_generate_refuse_in_one_line(tmp_path: Path) -> None:

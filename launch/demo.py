@@ -125,7 +125,7 @@ class Demo:
         self.say("unigram: the entropy of these very tokens' frequencies; for 'all', of the three languages' together")
         gains = {source: score["unigram"] - score["loss"] for source, score in scores.items()}
         listed = ", ".join(f"{source} {gain:.3f}" for source, gain in gains.items())
-        self.note("below unigram", f"{listed} nats per token; {PROMISED_GAIN} promised for all")
+        self.note("below unigram", f"{listed} nats per token; promised: {PROMISED_GAIN} over all the text")
         return bool(gains["all"] >= PROMISED_GAIN)
 
     def generate(self) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from launch.local import LaunchError
+from launch.local import LaunchError, visible_gpus
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = "pretrain/recipes/demo.toml"
@@ -33,7 +33,6 @@ DATA = "data/demo"
 RUN = "runs/make-demo"
 UNINTERRUPTED = "runs/make-demo-uninterrupted"
 PROMPTS = {"english": "It is a truth universally", "chinese": "子曰：", "code": "static int "}
-RANKS = 2
 KILL_AFTER_STEP = 215
 PROMISED_GAIN = 0.7  # nats per token below the unigram entropy, on held-out text
 
@@ -44,6 +43,8 @@ class Demo:
     def __init__(self) -> None:
         self.console = Console(highlight=False)
         self.facts: list[tuple[str, str]] = []
+        gpus = len(visible_gpus(os.environ))
+        self.ranks = min(gpus, 2) or 2  # two; on a machine with a single GPU one, since each rank needs its own
 
     def run(self) -> bool:
         """All of it; True if everything held that the demo promises."""
@@ -79,8 +80,8 @@ class Demo:
         self.command("data_pipeline", "verify", DATA, "--full")
 
     def train_killed_and_resumed(self) -> None:
-        self.heading(f"3/6 training on {RANKS} ranks under DeepSpeed, killed behind step {KILL_AFTER_STEP}")
-        plan = json.loads(self.captured("pretrain", "plan", RECIPE, "--world-size", str(RANKS), "--json"))
+        self.heading(f"3/6 training on {self.ranks} ranks under DeepSpeed, killed behind step {KILL_AFTER_STEP}")
+        plan = json.loads(self.captured("pretrain", "plan", RECIPE, "--world-size", str(self.ranks), "--json"))
         self.note("model", f"{plan['parameters']:,} parameters, {plan['total_tokens']:,} tokens to learn from")
         code = self.watched(self.training(RUN), RUN, KILL_AFTER_STEP, self.kill_a_rank)
         if code == 0:
@@ -140,7 +141,7 @@ class Demo:
     # ------------------------------------------------------------ how a step is done
 
     def training(self, run: str) -> tuple[str, ...]:
-        return ("launch", "run", RECIPE, "--ranks", str(RANKS), "--run", run)
+        return ("launch", "run", RECIPE, "--ranks", str(self.ranks), "--run", run)
 
     def command(self, *words: str) -> None:
         """Run a command with its output shown. LaunchError if it fails."""

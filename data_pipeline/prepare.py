@@ -28,6 +28,7 @@ from typing import Any
 import orjson
 
 from data_pipeline.corpus import find_files, plan_units
+from data_pipeline.durable import file_sha256, publish, sync_folder, temporary_name, write_file
 from data_pipeline.shards import (
     COLLECTION_FORMAT,
     DATASET_FORMAT,
@@ -39,15 +40,10 @@ from data_pipeline.shards import (
     SPLITS,
     TOKENIZER_FOLDER,
     Collection,
-    file_sha256,
     is_source_name,
     open_collection,
-    publish,
     read_manifest,
     render_manifest,
-    sync_folder,
-    temporary_name,
-    write_file,
 )
 from data_pipeline.unit import (
     FileFacts,

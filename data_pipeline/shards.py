@@ -54,6 +54,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from data_pipeline.durable import file_sha256, publish, temporary_name
+
 FORMAT_VERSION = 1
 HEADER_BYTES = 4096
 CRC_BLOCK_BYTES = 16 * 1024 * 1024
@@ -158,51 +160,7 @@ def read_header(path: Path, kind: Literal["bin", "idx"]) -> Header:
     return header
 
 
-# ---------------------------------------------------------------- durable files
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames within a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def publish(temporary: Path, final: Path) -> None:
-    """Move a whole, synced file to its name, durably. Both stand in one folder."""
-    temporary.replace(final)
-    sync_folder(final.parent)
-
-
-def temporary_name(final: Path) -> Path:
-    """A name beside `final` that no reader takes for data and no other process uses."""
-    return final.with_name(f".{final.name}.{os.getpid()}.tmp")
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a small file so that at any kill point either the old or the whole new content stands there."""
-    temporary = temporary_name(path)
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        publish(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def file_sha256(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
-    """SHA-256 of a file in hex; `on_bytes` hears of every piece read."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-            if on_bytes is not None:
-                on_bytes(len(piece))
-    return digest.hexdigest()
+# ---------------------------------------------------------------- manifests
 
 
 def render_manifest(content: dict[str, Any]) -> bytes:

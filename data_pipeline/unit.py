@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Protocol
 import orjson
 
 from data_pipeline.corpus import CorpusError, Document, Dropped, Piece, read_piece
+from data_pipeline.durable import file_sha256, publish, temporary_name, write_file
 from data_pipeline.filters import LengthFilter, Remark, is_validation, losses
 from data_pipeline.shards import (
     SPLITS,
@@ -25,12 +26,8 @@ from data_pipeline.shards import (
     ShardWriter,
     SplitName,
     check_shard,
-    file_sha256,
-    publish,
     read_manifest,
     render_manifest,
-    temporary_name,
-    write_file,
 )
 from tokenizer.codec import Codec
 

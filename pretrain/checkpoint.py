@@ -32,8 +32,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from data_pipeline.durable import file_sha256, sync_folder
 from data_pipeline.order import difference
-from data_pipeline.shards import file_sha256, sync_folder
 from model.config import ModelConfig
 from pretrain.batching import BatchPlan
 from pretrain.run_directory import CheckpointError, RunDirectory, write_text

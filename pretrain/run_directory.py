@@ -25,7 +25,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from data_pipeline.shards import write_file
+from data_pipeline.durable import write_file
 from pretrain.config import PROJECT_ROOT
 
 RECORDED_PACKAGES = ("torch", "deepspeed", "numpy", "sentencepiece", "pydantic", "safetensors")

@@ -1,0 +1,52 @@
+"""Files that are whole or not there: written aside, synced, renamed, and the folder synced; and their SHA-256."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames within a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Move a whole, synced file to its name, durably. Both stand in one folder."""
+    temporary.replace(final)
+    sync_folder(final.parent)
+
+
+def temporary_name(final: Path) -> Path:
+    """A name beside `final` that no reader takes for data and no other process uses."""
+    return final.with_name(f".{final.name}.{os.getpid()}.tmp")
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a small file so that at any kill point either the old or the whole new content stands there."""
+    temporary = temporary_name(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def file_sha256(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
+    """SHA-256 of a file in hex; `on_bytes` hears of every piece read."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+            if on_bytes is not None:
+                on_bytes(len(piece))
+    return digest.hexdigest()

@@ -176,20 +176,18 @@ def test_killed_anywhere_it_continues_to_the_same_bytes(
     began_at = time.monotonic()
     prepare(inputs, tokenizer_folder, tmp_path / "timing", SMALL, workers=workers)
     seconds = time.monotonic() - began_at
-    killed = whole = 0
+    killed = 0
     while killed < kills:
         process = context.Process(target=prepare, args=arguments, kwargs={"workers": workers})
         killed += run_until(process, rng.uniform(0, 0.7 * seconds))
         if (tmp_path / "out" / "manifest.json").exists():
             assert tree_without_receipts(tmp_path / "out") == tree(made)
             shutil.rmtree(tmp_path / "out")
-            whole += 1
         else:
             with pytest.raises(DataFormatError):
                 open_collection(tmp_path / "out")
-    report = prepare(*arguments, workers=workers)
+    prepare(*arguments, workers=workers)
     assert tree(tmp_path / "out") == tree(made)
-    assert report.units_done_before < report.units or whole
 
 
 def tree_without_receipts(folder: Path) -> dict[str, bytes]:

@@ -23,6 +23,10 @@ import numpy as np
 import numpy.typing as npt
 import sentencepiece
 
+from tokenizer.model_file import TokenizerError
+
+__all__ = ["Codec", "TokenizerError"]
+
 MODEL_FILE = "tokenizer.model"
 DESCRIPTION_FILE = "description.json"
 FORMAT = "zerohalf-tokenizer"
@@ -40,10 +44,6 @@ PROBE_TEXT = (
     "😀👩\u200d👩\u200d👧🏽🇨🇳 \U0010ffff\ue000\ufeff\x00\x01\x7f\n"
     "<s>hello</s><unk><pad> <0x0A><|endoftext|> [MASK]      "
 )
-
-
-class TokenizerError(ValueError):
-    """A tokenizer that can't be read, made or used as asked. One line: what is wrong, the numbers, what to change."""
 
 
 class Codec:

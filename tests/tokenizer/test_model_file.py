@@ -152,7 +152,7 @@ def test_what_the_format_allows_is_read() -> None:
         as_field(3, as_field(2, b"x")),
     ]
     file = ModelFile.parse(piece + b"".join(without))
-    assert not (file.escape_whitespaces or file.add_dummy_prefix or file.remove_extra_whitespaces)
+    assert (file.escape_whitespaces, file.add_dummy_prefix, file.remove_extra_whitespaces) == (False, False, False)
     assert file.has_charsmap
     for wrong in (as_number(3, 9), as_number(3, 1 << 40)):
         with pytest.raises(TokenizerError):

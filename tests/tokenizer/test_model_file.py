@@ -132,7 +132,8 @@ def test_flipped_bits_give_a_model_or_one_line(model: bytes) -> None:
 
 
 def test_junk_is_refused() -> None:
-    for junk in (b"junk", b"\xff" * 40, b"{}", bytes(100), as_field(1, as_field(1, b"\xff")), as_number(1, 7)):
+    pieces = (as_field(1, b"\xff"), as_number(2, 7), as_field(2, bytes(8)), as_number(3, 0))
+    for junk in (b"", b"junk", b"\xff" * 40, b"{}", bytes(100), as_number(1, 7), *(as_field(1, p) for p in pieces)):
         with pytest.raises(TokenizerError):
             ModelFile.parse(junk)
 

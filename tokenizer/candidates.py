@@ -1,0 +1,204 @@
+"""Any tokenizer as the report sees it: a folder of ours, a SentencePiece model file, a Hugging Face tokenizer.json.
+
+A foreign tokenizer is judged as its file stands, but for three things: no begin or end ids are added, and truncation
+and padding that the file asks for are switched off, since a cut text would count as well compressed. Special tokens
+spelled in a text become what the file makes of them (Hugging Face's library gives the special id); the report counts
+such ids, which for a tokenizer of ours are none.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import sentencepiece
+
+from tokenizer.codec import DESCRIPTION_FILE, MODEL_FILE, SPACE_MARK, Codec, TokenizerError
+from tokenizer.model_file import ModelFile, PieceType
+
+HUGGING_FACE_FILE = "tokenizer.json"
+
+Ids = npt.NDArray[np.integer[Any]]
+
+
+class Candidate(ABC):
+    """One tokenizer to be judged."""
+
+    name: str
+    kind: str  # what it is, for people
+    fingerprint: str | None = None  # only ours have one
+    types: npt.NDArray[np.uint8]  # (V,): the PieceType of each id
+    spelling: list[bytes]  # (V,): the UTF-8 that an id stands for; of a byte piece its byte
+    no_byte_fallback: str | None  # why there is no rate of byte fallback; None: there is one
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are, 0 to the largest."""
+        return len(self.types)
+
+    @abstractmethod
+    def encode(self, texts: Sequence[str]) -> Iterator[Ids]:
+        """The ids of each text, without begin and end."""
+
+    @abstractmethod
+    def decode(self, documents: Sequence[Ids]) -> list[str]:
+        """The text of each row of ids."""
+
+
+def open_candidate(path: Path, name: str) -> Candidate:
+    """Open whatever tokenizer stands at `path`; `name` is what the report calls it.
+
+    A folder is one of ours, or holds a tokenizer.json, or a tokenizer.model, and is taken for the first of these that
+    fits. A file named .json is Hugging Face's, any other SentencePiece's. Raises TokenizerError when it is none.
+    """
+    if not path.is_dir():
+        return _HuggingFace(path, name) if path.suffix == ".json" else _SentencePiece(path, name)
+    if (path / DESCRIPTION_FILE).exists():
+        return _Ours(path, name)
+    if (path / HUGGING_FACE_FILE).exists():
+        return _HuggingFace(path / HUGGING_FACE_FILE, name)
+    if (path / MODEL_FILE).exists():
+        return _SentencePiece(path / MODEL_FILE, name)
+    raise TokenizerError(
+        f"{path}: no tokenizer: the folder holds no {DESCRIPTION_FILE}, {HUGGING_FACE_FILE} or {MODEL_FILE}"
+    )
+
+
+class _Ours(Candidate):
+    def __init__(self, folder: Path, name: str) -> None:
+        self._codec = Codec.load(folder)
+        self.name, self.fingerprint = name, self._codec.fingerprint
+        model = _parse(folder / MODEL_FILE)
+        self.kind = f"ours, {model.model_type}"
+        self.types, self.spelling, self.no_byte_fallback = _vocabulary(model)
+
+    def encode(self, texts: Sequence[str]) -> Iterator[Ids]:
+        yield from self._codec.encode_documents(texts)
+
+    def decode(self, documents: Sequence[Ids]) -> list[str]:
+        return [self._codec.decode(ids) for ids in documents]
+
+
+class _SentencePiece(Candidate):
+    def __init__(self, path: Path, name: str) -> None:
+        model = _parse(path)
+        self.name, self.kind = name, f"SentencePiece, {model.model_type}"
+        self.types, self.spelling, self.no_byte_fallback = _vocabulary(model)
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(path.read_bytes())
+        except RuntimeError as error:
+            raise TokenizerError(f"{path}: sentencepiece can't use it ({error}); give another model file") from error
+
+    def encode(self, texts: Sequence[str]) -> Iterator[Ids]:
+        for ids in self._processor.encode(list(texts)):
+            yield np.array(ids, dtype=np.uint32)
+
+    def decode(self, documents: Sequence[Ids]) -> list[str]:
+        texts: list[str] = self._processor.decode([ids.tolist() for ids in documents])
+        return texts
+
+
+class _HuggingFace(Candidate):
+    def __init__(self, path: Path, name: str) -> None:
+        from tokenizers import Tokenizer
+
+        content = _read(path)
+        try:
+            description = json.loads(content)
+            model = description["model"]
+            self._tokenizer = Tokenizer.from_buffer(content)
+        except Exception as error:  # what the library raises has no narrower class
+            raise TokenizerError(
+                f"{path}: not a tokenizer.json that Hugging Face's tokenizers reads ({type(error).__name__}: {error})"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not ids:
+            raise TokenizerError(f"{path}: the vocabulary is empty; give a trained tokenizer")
+        byte_level = _mentions(description, "ByteLevel")
+        byte_fallback = bool(model.get("byte_fallback"))
+        self.name = name
+        self.kind = f"Hugging Face, {type(self._tokenizer.model).__name__}" + (", byte level" if byte_level else "")
+        self.no_byte_fallback = None
+        if not byte_fallback:
+            self.no_byte_fallback = "every piece is made of bytes" if byte_level else "it has no byte pieces"
+
+        self.types = np.full(max(ids.values()) + 1, PieceType.UNUSED, dtype=np.uint8)
+        self.spelling = [b""] * len(self.types)
+        alphabet = _byte_level_alphabet()
+        for piece, token_id in ids.items():
+            self.types[token_id] = PieceType.NORMAL
+            self.spelling[token_id] = piece.replace(SPACE_MARK, " ").encode()
+            if byte_fallback and piece in _BYTE_PIECES:
+                self.types[token_id] = PieceType.BYTE
+                self.spelling[token_id] = bytes([_BYTE_PIECES[piece]])
+            elif byte_level and all(character in alphabet for character in piece):
+                self.spelling[token_id] = bytes(alphabet[character] for character in piece)
+        for token_id, added in self._tokenizer.get_added_tokens_decoder().items():
+            self.types[token_id] = PieceType.CONTROL if added.special else PieceType.USER_DEFINED
+            self.spelling[token_id] = added.content.encode()
+        unknown = ids.get(str(model.get("unk_token"))) if "unk_token" in model else model.get("unk_id")
+        if unknown is not None:
+            self.types[unknown] = PieceType.UNKNOWN
+
+    def encode(self, texts: Sequence[str]) -> Iterator[Ids]:
+        for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
+            yield np.array(encoding.ids, dtype=np.uint32)
+
+    def decode(self, documents: Sequence[Ids]) -> list[str]:
+        return self._tokenizer.decode_batch([ids.tolist() for ids in documents], skip_special_tokens=False)
+
+
+_BYTE_PIECES = {f"<0x{value:02X}>": value for value in range(256)}
+
+
+def _vocabulary(model: ModelFile) -> tuple[npt.NDArray[np.uint8], list[bytes], str | None]:
+    """Types, spellings, and why no bytes are counted, of a SentencePiece model."""
+    spelling = [piece.replace(SPACE_MARK, " ").encode() for piece in model.pieces]
+    for token_id in np.flatnonzero(model.types == PieceType.BYTE):
+        piece = model.pieces[token_id]
+        if piece not in _BYTE_PIECES:
+            raise TokenizerError(f"piece {token_id} is {piece!r} and should spell a byte; restore or retrain the model")
+        spelling[token_id] = bytes([_BYTE_PIECES[piece]])
+    return model.types, spelling, None if model.byte_fallback else "it has no byte pieces"
+
+
+def _parse(path: Path) -> ModelFile:
+    try:
+        return ModelFile.parse(_read(path))
+    except TokenizerError as error:
+        raise TokenizerError(f"{path}: {error}") from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TokenizerError(
+            f"{path}: {error.strerror}; give a tokenizer folder, a SentencePiece model or a tokenizer.json"
+        ) from error
+
+
+def _mentions(part: object, kind: str) -> bool:
+    """Whether a part of a tokenizer.json, or a part of that, is of this type."""
+    if isinstance(part, dict):
+        return part.get("type") == kind or any(
+            _mentions(inner, kind) for key, inner in part.items() if key not in ("vocab", "merges", "added_tokens")
+        )
+    return isinstance(part, list) and any(_mentions(inner, kind) for inner in part)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in byte-level BPE (GPT-2, 2019): itself where Latin-1 shows it, else
+    one from U+0100 on.
+    """
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = sorted(set(range(256)) - set(shown))
+    return {chr(byte): byte for byte in shown} | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}

@@ -18,8 +18,9 @@ from typing import Annotated
 
 import typer
 
+from tokenizer.candidates import Candidate, open_candidate
 from tokenizer.codec import Codec, TokenizerError
-from tokenizer.report import report, table, total
+from tokenizer.report import Placed, as_data, judge, remarks, table, total
 from tokenizer.sample import Weighted, check_weight
 from tokenizer.train import DEFAULT_SAMPLE_BYTES, train
 
@@ -171,33 +172,47 @@ def decode(
     "report",
     epilog="\b\nExamples:\n"
     "  python -m tokenizer report tokenizers/mixed --input english=en.jsonl.zst --input chinese=zh.jsonl.zst\n"
+    "  python -m tokenizer report tokenizers/mixed --against gpt2/tokenizer.json --input held-out/ --plot out.png\n"
     "  python -m tokenizer report tokenizers/mixed --input held-out/ --json",
 )
 def report_command(
-    folder: Folder,
+    folder: Annotated[
+        str, typer.Argument(metavar="[NAME=]DIR", help="A tokenizer folder, or anything that --against takes.")
+    ],
     inputs: Annotated[
         list[str], typer.Option("--input", metavar="[NAME=]PATH", help="A source; the same NAME joins paths.")
     ],
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]OTHER",
+            help="Another tokenizer on the same text: a folder, a SentencePiece model or Hugging Face tokenizer.json.",
+        ),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a picture: .png, .svg or .pdf.")] = None,
     text_field: TextField = "text",
     as_json: AsJson = False,
 ) -> None:
-    """Print how well a tokenizer fits texts: bytes per token, byte fallback, vocabulary used, texts changed."""
-    codec = Codec.load(folder)
+    """Print how well tokenizers fit texts: bytes per token, byte fallback, vocabulary used, texts changed."""
+    from tokenizer.plot import check_plot_path, draw
+
+    if plot is not None:
+        check_plot_path(plot)
     sources = _parse_named(inputs)
+    candidates = _open_candidates([folder, *(against or [])])
     with _progress("encoding", sources) as on_bytes:
-        reports = [report(codec, source.name, source.texts(text_field, on_bytes)) for source in sources]
-    whole = total(reports)
-    if not whole.documents:
+        judged = [judge(candidates, source.name, source.placed(text_field, on_bytes)) for source in sources]
+    if not any(one.documents for one in judged):
         raise TokenizerError("no text to report on; check --input")
+    if plot is not None:
+        draw(judged, plot)
     if as_json:
-        pairs = zip(reports, sources, strict=True)
-        figures = [one.figures() | {"dropped": dict(source.dropped)} for one, source in pairs]
-        document = {"fingerprint": codec.fingerprint, "sources": figures, "all": whole.figures()}
-        print(json.dumps(document, ensure_ascii=False))
+        dropped = {source.name: dict(source.dropped) for source in sources}
+        print(json.dumps({**as_data(judged), "dropped": dropped}, ensure_ascii=False))
         return
-    print(table([*reports, whole] if len(reports) > 1 else reports))
-    if whole.space_mark_documents:
-        print(f"U+2581 stands in {whole.space_mark_documents} documents and comes back as a space")
+    whole = total(judged)
+    print(table([*judged, whole] if len(judged) > 1 else judged))
+    print(remarks(whole))
     _print_dropped(sources)
 
 
@@ -214,7 +229,11 @@ class _Source:
     first_dropped: dict[str, str] = field(default_factory=dict)
 
     def texts(self, text_field: str, on_bytes: Callable[[int], None]) -> Iterator[str]:
-        """The texts of all files; drops are counted by reason, and the first place of each reason is kept."""
+        """The texts of `placed`."""
+        return (text for text, _ in self.placed(text_field, on_bytes))
+
+    def placed(self, text_field: str, on_bytes: Callable[[int], None]) -> Iterator[Placed]:
+        """All texts and where they stood; drops are counted by reason, and the first place of each reason is kept."""
         from data_pipeline.corpus import Dropped, plan_units, read_piece
 
         pieces = (piece for unit in plan_units(self.files, unit_bytes=2**62) for piece in unit)
@@ -225,7 +244,7 @@ class _Source:
                 continue
             self.documents += 1
             self.text_bytes += len(item.text.encode("utf-8"))
-            yield item.text
+            yield Placed(item.text, f"{item.path}:{item.position}")
 
     def provenance(self) -> dict[str, object]:
         """What the tokenizer's description keeps of this input: its name without the place on this machine, and
@@ -256,16 +275,31 @@ def _parse_weighted(value: str) -> _Source:
 
 
 def _parse_named(values: list[str]) -> list[_Source]:
-    """[NAME=]PATH; a path that exists as written is a path, and its own name."""
+    """[NAME=]PATH; without a name the path is the name."""
     from data_pipeline.corpus import find_files
 
     paths: dict[str, list[str]] = {}
     for value in values:
-        name, mark, path = value.partition("=")
-        if not mark or Path(value).exists():
-            name = path = value
-        paths.setdefault(name, []).append(path)
+        name, path = _split_name(value)
+        paths.setdefault(name or path, []).append(path)
     return [_Source(name, find_files(of_name).files) for name, of_name in paths.items()]
+
+
+def _open_candidates(values: list[str]) -> list[Candidate]:
+    """[NAME=]PATH; without a name the last part of the path is the name, or the whole path where two would be equal."""
+    pairs = [_split_name(value) for value in values]
+    short = [name or Path(path).resolve().name for name, path in pairs]
+    names = [one if name or short.count(one) == 1 else path for one, (name, path) in zip(short, pairs, strict=True)]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise TokenizerError(f"two tokenizers are called {twice}; write NAME=PATH with another name")
+    return [open_candidate(Path(path), name) for name, (_, path) in zip(names, pairs, strict=True)]
+
+
+def _split_name(value: str) -> tuple[str, str]:
+    """NAME=PATH as a pair, the name empty where there is none; a path that exists as written is a path."""
+    name, mark, path = value.partition("=")
+    return (name, path) if mark and not Path(value).exists() else ("", value)
 
 
 def _print_dropped(sources: list[_Source]) -> None:

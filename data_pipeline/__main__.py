@@ -118,7 +118,7 @@ def verify_command(
 ) -> None:
     """Check a collection. Quick: manifests, tokenizer, sizes, headers. Exit 2 and one line on the first fault."""
     from data_pipeline.inspection import choose_codec, summarize
-    from data_pipeline.shards import verify_collection
+    from data_pipeline.verification import verify_collection
 
     began_at = time.monotonic()
     collection = verify_collection(path, full=False)

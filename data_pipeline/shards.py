@@ -45,7 +45,7 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -392,7 +392,7 @@ def open_collection(path: Path | str) -> Collection:
     except (KeyError, TypeError, ValueError):
         raise DataFormatError(f"{path / MANIFEST_NAME}: a field is missing or of the wrong kind") from None
     for name, expected in files.items():
-        _check_sha256(path / TOKENIZER_FOLDER / name, expected)
+        check_sha256(path / TOKENIZER_FOLDER / name, expected)
     collection = Collection(path, fingerprint, vocab_size, eos_id, digest, {})
     for name, expected in hashes.items():
         if not is_source_name(name):
@@ -401,7 +401,8 @@ def open_collection(path: Path | str) -> Collection:
     return collection
 
 
-def _check_sha256(path: Path, expected: str) -> None:
+def check_sha256(path: Path, expected: str) -> None:
+    """DataFormatError unless the file is there and has this SHA-256."""
     if not path.is_file():
         raise DataFormatError(f"{path}: the file is missing")
     if (found := file_sha256(path)) != expected:
@@ -597,53 +598,3 @@ def read_index(path: Path) -> tuple[Int64Array, npt.NDArray[np.uint32]]:
     if header.documents and (lengths.min() < 1 or int(ends[-1]) != header.tokens):
         raise DataFormatError(f"{path}: the document ends do not ascend to {header.tokens}, the number of tokens")
     return ends, np.frombuffer(raw, "<u4", offset=8 * header.documents)
-
-
-# ---------------------------------------------------------------- checking
-
-
-def verify_collection(path: Path | str, *, full: bool, on_bytes: Callable[[int], None] | None = None) -> Collection:
-    """Quick checks (`open_collection`, and the plan that `prepare` left), or with `full` every byte.
-
-    Full: CRC32 of every token block, document ends ascending, EOS at each end and nowhere else, the largest id,
-    SHA-256 of every file. DataFormatError names the first fault. `on_bytes` hears of the bytes of tokens read.
-    """
-    collection = open_collection(path)
-    if (collection.path / PLAN_PATH).exists():
-        read_manifest(collection.path / PLAN_PATH, PLAN_FORMAT)
-    if full:
-        for source in collection.sources.values():
-            _check_sha256(source.path / LEDGER_NAME, source.manifest["ledger"]["sha256"])
-            for split in source.splits.values():
-                for shard in split.shards:
-                    verify_shard(shard, collection.eos_id, on_bytes)
-    return collection
-
-
-def verify_shard(shard: ShardInfo, eos_id: int, on_bytes: Callable[[int], None] | None = None) -> None:
-    """Read every byte of a shard and check it; see `verify_collection`. Memory: two blocks and the index."""
-    ends, crcs = read_index(shard.idx_path)
-    digest = hashlib.sha256()
-    position, largest = 0, 0
-    with shard.bin_path.open("rb") as file:
-        digest.update(file.read(HEADER_BYTES))
-        for block, expected in enumerate(crcs):
-            raw = file.read(CRC_BLOCK_BYTES)
-            if zlib.crc32(raw) != expected:
-                raise DataFormatError(f"{shard.bin_path}: token block {block} is damaged (its CRC32 does not match)")
-            digest.update(raw)
-            ids = np.frombuffer(raw, f"<u{shard.token_bytes}")
-            first, last = np.searchsorted(ends, [position, position + len(ids)], side="right")
-            if not np.array_equal(np.flatnonzero(ids == eos_id) + position + 1, ends[first:last]):
-                raise DataFormatError(
-                    f"{shard.bin_path}: EOS does not stand exactly at the document ends in token block {block}"
-                )
-            largest = max(largest, int(ids.max()))
-            position += len(ids)
-            if on_bytes is not None:
-                on_bytes(len(raw))
-    if largest != shard.largest_id:
-        raise DataFormatError(f"{shard.bin_path}: the largest id is {largest}, the header says {shard.largest_id}")
-    if digest.hexdigest() != shard.bin_sha256:
-        raise DataFormatError(f"{shard.bin_path}: SHA-256 is not the one in the manifest")
-    _check_sha256(shard.idx_path, shard.idx_sha256)

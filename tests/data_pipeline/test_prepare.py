@@ -18,7 +18,8 @@ from data_pipeline.corpus import CorpusError, Document, Dropped, read_documents
 from data_pipeline.filters import is_validation
 from data_pipeline.inspection import document_segments, window_segments
 from data_pipeline.prepare import Options, PrepareError, parse_inputs, prepare
-from data_pipeline.shards import SPLITS, DataFormatError, TokenStream, open_collection, verify_collection
+from data_pipeline.shards import SPLITS, DataFormatError, TokenStream, open_collection
+from data_pipeline.verification import verify_collection
 from tests.data_pipeline.conftest import CHINESE, ODD_TEXTS, real_texts
 from tokenizer.codec import Codec
 

@@ -22,8 +22,8 @@ from data_pipeline.shards import (
     read_header,
     read_index,
     token_width,
-    verify_shard,
 )
+from data_pipeline.verification import verify_shard
 
 FINGERPRINT = "5a" * 32
 EOS = 2

@@ -1,9 +1,13 @@
 """Text to token ids and back, exactly as SentencePiece does it.
 
-A tokenizer is a folder of two files: `tokenizer.model` (SentencePiece's own) and `description.json` (ours: what it
-is, how it was made, its fingerprint). The fingerprint covers the model file *and* the ids that this code gives for a
-fixed probe text, so token files refuse a tokenizer that has the same file but, after an upgrade of a library, another
+A tokenizer is a folder: `tokenizer.model` (SentencePiece's own), `description.json` (ours: what it is, how it was made,
+its fingerprint), and a report for people. The fingerprint covers the model file *and* the ids that this code gives for
+a fixed probe text, so token files refuse a tokenizer that has the same file but, after an upgrade of a library, another
 behaviour.
+
+Ids come from a compiled encoder where it can take the model, else from SentencePiece itself, which says it once on
+stderr. SentencePiece stays the judge: a self-test at load holds the encoder against it, and so does a second encoding
+of random documents while work goes on. Any difference stops the work.
 
 Text is text: `</s>` or `<s>` written in a document are ordinary characters. Control ids come only from the `bos` and
 `eos` arguments.
@@ -12,10 +16,10 @@ Text is text: `</s>` or `<s>` written in a document are ordinary characters. Con
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import tempfile
-from collections.abc import Mapping, Sequence
+import multiprocessing
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +27,35 @@ import numpy as np
 import numpy.typing as npt
 import sentencepiece
 
-from tokenizer.model_file import TokenizerError
+from tokenizer.folder import (
+    DESCRIPTION_FILE,
+    FORMAT,
+    MODEL_FILE,
+    TRAINING_FILE,
+    VERSION,
+    parse_description,
+    publish,
+    read_folder,
+    refuse_occupied,
+)
+from tokenizer.model_file import ModelFile, TokenizerError
+from tokenizer.reference import Encoder, Ends, Ids, Reference, split
+from tokenizer.selftest import ADVICE, difference, self_test
+from tokenizer.workers import in_processes
 
-__all__ = ["Codec", "TokenizerError"]
-
-MODEL_FILE = "tokenizer.model"
-DESCRIPTION_FILE = "description.json"
-FORMAT = "zerohalf-tokenizer"
-VERSION = 1
+__all__ = [
+    "DESCRIPTION_FILE",
+    "FORMAT",
+    "MODEL_FILE",
+    "PROBE_TEXT",
+    "SPACE_MARK",
+    "TRAINING_FILE",
+    "VERSION",
+    "Codec",
+    "TokenizerError",
+    "publish",
+    "refuse_occupied",
+]
 
 SPACE_MARK = "\u2581"
 """SentencePiece's inner sign for a space: the one character that comes back as another (a space)."""
@@ -46,13 +71,32 @@ PROBE_TEXT = (
 )
 
 
+GUARD_RATE = 0.001
+"""The share of documents that SentencePiece encodes a second time."""
+
+BATCH_BYTES = 1_000_000
+_BYTES_A_TEXT = 64  # what a text costs beside its bytes, so that a batch of empty ones ends too
+
+
 class Codec:
-    """One tokenizer, ready to use. `Codec.load(folder)` is the way in."""
+    """One tokenizer, ready to use. `Codec.load(folder)` is the way in. Pickled, it isn't tested a second time.
+
+    encoder: "fastbpe" or "sentencepiece"; encoder_note: why SentencePiece, in one line, or None.
+    """
 
     def __init__(self, folder: Path, files: Mapping[str, bytes]) -> None:
+        self._open(folder, files, tested=False)
+
+    def _open(self, folder: Path, files: Mapping[str, bytes], *, tested: bool) -> None:
         self.folder = folder
         self._files = dict(files)
-        self._model = _parse_model(folder, files[MODEL_FILE])
+        model = files[MODEL_FILE]
+        try:
+            self._reference = Reference(model)
+            self._model = self._reference.processor
+            self.encoder, self._encoder, self.encoder_note = choose_encoder(model, self._reference, tested=tested)
+        except TokenizerError as error:
+            raise TokenizerError(f"{folder / MODEL_FILE}: {error}") from error
         self.vocab_size: int = self._model.vocab_size()
         self.unk_id: int = self._model.unk_id()
         self.bos_id: int = self._model.bos_id()
@@ -63,24 +107,27 @@ class Codec:
                 raise TokenizerError(f"{folder}: the model has no {name} id; train it with `tokenizer train`")
         self.fingerprint = self._compute_fingerprint()
 
+    def __getstate__(self) -> tuple[Path, dict[str, bytes]]:
+        return self.folder, self._files
+
+    def __setstate__(self, state: tuple[Path, dict[str, bytes]]) -> None:
+        self._open(*state, tested=True)
+
     @classmethod
     def load(cls, folder: Path | str) -> Codec:
         """Read a tokenizer and prove that it still behaves as when it was made.
 
         Raises TokenizerError when the folder is missing, incomplete or damaged, or gives other ids than its
-        description promises.
+        description promises, or when the compiled encoder gives other ids than SentencePiece.
         """
         folder = Path(folder)
-        if not folder.is_dir():
-            raise TokenizerError(f"{folder}: no such tokenizer folder; make one with `tokenizer train --out {folder}`")
-        description_bytes = _read(folder / DESCRIPTION_FILE)
-        description = _parse_description(folder / DESCRIPTION_FILE, description_bytes)
-        model = _read(folder / MODEL_FILE)
-        if hashlib.sha256(model).hexdigest() != description.get("model_sha256"):
+        files = read_folder(folder)
+        description = parse_description(folder / DESCRIPTION_FILE, files[DESCRIPTION_FILE])
+        if hashlib.sha256(files[MODEL_FILE]).hexdigest() != description.get("model_sha256"):
             raise TokenizerError(
                 f"{folder / MODEL_FILE}: the file differs from the one described; restore or retrain it"
             )
-        codec = cls(folder, {MODEL_FILE: model, DESCRIPTION_FILE: description_bytes})
+        codec = cls(folder, files)
         if codec.fingerprint != description.get("fingerprint"):
             raise TokenizerError(
                 f"{folder}: fingerprint is {codec.fingerprint[:12]}, the description says "
@@ -101,18 +148,29 @@ class Codec:
 
         Raises TokenizerError for a lone surrogate: such a str has no UTF-8 form.
         """
-        _require_unicode(text, "text")
-        ids: list[int] = self._model.encode(text)
-        return [self.bos_id] * bos + ids + [self.eos_id] * eos
+        self._say_note()
+        ids, _ = self._encode_batch(_Batch(0, [_utf8(text, "text")]))
+        plain: list[int] = ids.tolist()
+        return [self.bos_id] * bos + plain + [self.eos_id] * eos
 
-    def encode_documents(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
-        """One array of ids per text, control ids in none of them.
+    def encode_documents(self, texts: Iterable[str], *, processes: int = 1) -> Iterator[npt.NDArray[np.uint32]]:
+        """Yield the ids of each text, (tokens,), in order, control ids in none of them; the texts are read as they are
+        needed.
 
-        Raises TokenizerError for a lone surrogate, naming the text by its place in the sequence.
+        Memory: batches of at most a megabyte of text, or of one longer text, and their ids: one batch, or two a
+        process. Arrays of one batch may share memory: copy those of which few are kept for long. With `processes`
+        above 1 other processes encode (see `tokenizer.workers`): worth it from some ten megabytes of text on.
+
+        Raises TokenizerError: for a lone surrogate, naming the text by its place; when an encoding differs from
+        SentencePiece's; when a process dies. The ids of all texts before come first in the first case only.
         """
-        for number, text in enumerate(texts):
-            _require_unicode(text, f"text {number}")
-        return [np.array(self._model.encode(text), dtype=np.uint32) for text in texts]
+        if processes < 1:
+            raise TokenizerError(f"{processes} processes can't encode; give 1 or more")
+        self._say_note()
+        batches = _batches(texts)
+        work = self._encode_batch
+        for ids, ends in in_processes(work, batches, processes) if processes > 1 else map(work, batches):
+            yield from split(ids, ends)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """The text of the ids. Control ids give no text, except unk (` ⁇ `); broken byte sequences give U+FFFD.
@@ -150,97 +208,88 @@ class Codec:
         publish(self._files, folder, overwrite=False)
 
     def _compute_fingerprint(self) -> str:
-        (ids,) = self.encode_documents([PROBE_TEXT])
+        ids, _ = self._encode_batch(_Batch(0, [PROBE_TEXT.encode("utf-8")]))
         digest = hashlib.sha256(b"zerohalf-tokenizer-fingerprint-1\0")
         digest.update(hashlib.sha256(self._files[MODEL_FILE]).digest())
         digest.update(ids.astype("<u4").tobytes())
         return digest.hexdigest()
 
+    def _encode_batch(self, batch: _Batch) -> tuple[Ids, Ends]:
+        """Runs in whatever process encodes. Raises TokenizerError where a document that chance chose differs."""
+        ids, ends = self._encoder.encode(batch.texts)
+        if self._encoder is self._reference:
+            return ids, ends
+        # A fresh generator each time: no two processes, and no two runs, may choose alike.
+        chosen = np.flatnonzero(np.random.default_rng().random(len(batch.texts)) < GUARD_RATE)
+        for place in chosen.tolist():
+            own = ids[int(ends[place - 1]) if place else 0 : int(ends[place])]
+            right, _ = self._reference.encode([batch.texts[place]])
+            if not np.array_equal(own, right):
+                text = batch.texts[place].decode("utf-8")
+                raise TokenizerError(f"text {batch.first + place}: {difference(own, right)} {text!a:.200}; {ADVICE}")
+        return ids, ends
 
-def publish(files: Mapping[str, bytes], folder: Path, *, overwrite: bool) -> None:
-    """Make `folder` hold exactly these files: whole or not at all, whenever the process is killed.
+    def _say_note(self) -> None:
+        """Once a process on stderr, and not in the workers of a process, which has said it."""
+        note = f"{self.folder}: {self.encoder_note}"
+        if self.encoder_note is None or note in _said or multiprocessing.parent_process() is not None:
+            return
+        _said.add(note)
+        if sys.stderr is not None:  # as `2>&-` leaves it
+            print(note, file=sys.stderr, flush=True)
 
-    A folder that exists is replaced only with `overwrite`, and only if it is a tokenizer (see `refuse_occupied`).
+
+_said: set[str] = set()
+
+
+@dataclass(frozen=True)
+class _Batch:
+    first: int  # number of the first text
+    texts: list[bytes]
+
+
+def choose_encoder(model: bytes, reference: Reference, *, tested: bool) -> tuple[str, Encoder, str | None]:
+    """The encoder for a model: its name, itself, and why it is SentencePiece (or None).
+
+    Raises TokenizerError when a compiled one fails its self-test (left out for `tested` models).
     """
-    refuse_occupied(folder, overwrite=overwrite)
-    folder = folder.absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # One hidden working folder beside the target holds the new files, and for a moment the old ones.
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent) as work:
-        fresh, retired = Path(work, "fresh"), Path(work, "retired")
-        fresh.mkdir()
-        for name, content in files.items():
-            with (fresh / name).open("xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        _sync_folder(fresh)
-        if folder.exists():
-            folder.rename(retired)
+    file = ModelFile.parse(model)
+    try:
+        from tokenizer.fastbpe.encoder import FastBPE, Unsupported
+    except ImportError:
+        return "sentencepiece", reference, None
+    try:
+        fast = FastBPE.build(file)
+    except Unsupported as reason:
+        return "sentencepiece", reference, f"encoded by SentencePiece itself, several times slower: {reason}"
+    if not tested:
+        self_test(fast, reference, file, PROBE_TEXT)
+    return "fastbpe", fast, None
+
+
+def _batches(texts: Iterable[str]) -> Iterator[_Batch]:
+    """Batches of BATCH_BYTES, or of one longer text. Raises TokenizerError for a lone surrogate, in its turn."""
+    batch: list[bytes] = []
+    first = size = 0
+    for number, text in enumerate(texts):
         try:
-            fresh.rename(folder)
-        except OSError:
-            if retired.exists():
-                retired.rename(folder)
+            raw = _utf8(text, f"text {number}")
+        except TokenizerError:
+            if batch:
+                yield _Batch(first, batch)
             raise
-        _sync_folder(folder.parent)
+        if batch and size + len(raw) + _BYTES_A_TEXT > BATCH_BYTES:
+            yield _Batch(first, batch)
+            first, batch, size = number, [], 0
+        batch.append(raw)
+        size += len(raw) + _BYTES_A_TEXT
+    if batch:
+        yield _Batch(first, batch)
 
 
-def refuse_occupied(folder: Path, *, overwrite: bool) -> None:
-    """Raise TokenizerError unless `folder` is free: absent, empty, or a tokenizer that may be overwritten."""
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise TokenizerError(f"{folder}: exists and is not a folder; choose another --out")
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    if {entry.name for entry in folder.iterdir()} - {MODEL_FILE, DESCRIPTION_FILE}:
-        raise TokenizerError(f"{folder}: holds files that are no tokenizer's; choose another --out")
-    if not overwrite:
-        raise TokenizerError(f"{folder}: holds a tokenizer already; choose another --out or pass --overwrite")
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _utf8(text: str, name: str) -> bytes:
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise TokenizerError(
-            f"{path}: {error.strerror}; a tokenizer folder holds {MODEL_FILE} and {DESCRIPTION_FILE}"
-        ) from error
-
-
-def _parse_description(path: Path, content: bytes) -> dict[str, Any]:
-    try:
-        description = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path}: not JSON ({error}); restore or retrain the tokenizer") from error
-    if not isinstance(description, dict) or description.get("format") != FORMAT:
-        raise TokenizerError(f"{path}: not the description of a tokenizer (no format {FORMAT!r})")
-    if description.get("version") != VERSION:
-        raise TokenizerError(
-            f"{path}: format version {description.get('version')}, this program reads {VERSION}; retrain"
-        )
-    return description
-
-
-def _parse_model(folder: Path, model: bytes) -> Any:
-    processor = sentencepiece.SentencePieceProcessor()
-    try:
-        processor.LoadFromSerializedProto(model)
-    except RuntimeError as error:
-        raise TokenizerError(f"{folder / MODEL_FILE}: sentencepiece can't read it ({error})") from error
-    return processor
-
-
-def _require_unicode(text: str, name: str) -> None:
-    try:
-        text.encode("utf-8")
+        return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise TokenizerError(
             f"{name}: lone surrogate U+{ord(text[error.start]):04X} at character {error.start} has no UTF-8 form; "

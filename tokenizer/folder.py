@@ -1,0 +1,103 @@
+"""A tokenizer's folder: which files it holds, and how it is written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizer.model_file import TokenizerError
+
+MODEL_FILE = "tokenizer.model"
+DESCRIPTION_FILE = "description.json"
+TRAINING_FILE = "training.md"
+FORMAT = "zerohalf-tokenizer"
+VERSION = 1
+
+
+def read_folder(folder: Path) -> dict[str, bytes]:
+    """The contents of the tokenizer's files by name. TokenizerError: no such folder, or a file that it needs is
+    missing. The training report may be.
+    """
+    if not folder.is_dir():
+        raise TokenizerError(f"{folder}: no such tokenizer folder; make one with `tokenizer train --out {folder}`")
+    files = {name: _read(folder / name) for name in (DESCRIPTION_FILE, MODEL_FILE)}
+    if (folder / TRAINING_FILE).exists():
+        files[TRAINING_FILE] = _read(folder / TRAINING_FILE)
+    return files
+
+
+def parse_description(path: Path, content: bytes) -> dict[str, Any]:
+    """The description that stands at `path`. TokenizerError: not JSON, of another format, of a later version."""
+    try:
+        description = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path}: not JSON ({error}); restore or retrain the tokenizer") from error
+    if not isinstance(description, dict) or description.get("format") != FORMAT:
+        raise TokenizerError(f"{path}: not the description of a tokenizer (no format {FORMAT!r})")
+    if description.get("version") != VERSION:
+        raise TokenizerError(
+            f"{path}: format version {description.get('version')}, this program reads {VERSION}; retrain"
+        )
+    return description
+
+
+def publish(files: Mapping[str, bytes], folder: Path, *, overwrite: bool) -> None:
+    """Make `folder` hold exactly these files: whole or not at all, whenever the process is killed.
+
+    A folder that exists is replaced only with `overwrite`, and only if it is a tokenizer (see `refuse_occupied`).
+    """
+    refuse_occupied(folder, overwrite=overwrite)
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # One hidden working folder beside the target holds the new files, and for a moment the old ones.
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent) as work:
+        fresh, retired = Path(work, "fresh"), Path(work, "retired")
+        fresh.mkdir()
+        for name, content in files.items():
+            with (fresh / name).open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        _sync_folder(fresh)
+        if folder.exists():
+            folder.rename(retired)
+        try:
+            fresh.rename(folder)
+        except OSError:
+            if retired.exists():
+                retired.rename(folder)
+            raise
+        _sync_folder(folder.parent)
+
+
+def refuse_occupied(folder: Path, *, overwrite: bool) -> None:
+    """Raise TokenizerError unless `folder` is free: absent, empty, or a tokenizer that may be overwritten."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise TokenizerError(f"{folder}: exists and is not a folder; choose another --out")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if {entry.name for entry in folder.iterdir()} - {MODEL_FILE, DESCRIPTION_FILE, TRAINING_FILE}:
+        raise TokenizerError(f"{folder}: holds files that are no tokenizer's; choose another --out")
+    if not overwrite:
+        raise TokenizerError(f"{folder}: holds a tokenizer already; choose another --out or pass --overwrite")
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TokenizerError(
+            f"{path}: {error.strerror}; a tokenizer folder holds {MODEL_FILE} and {DESCRIPTION_FILE}"
+        ) from error

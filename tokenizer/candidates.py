@@ -144,7 +144,7 @@ class _HuggingFace(Candidate):
         for token_id, added in self._tokenizer.get_added_tokens_decoder().items():
             self.types[token_id] = PieceType.CONTROL if added.special else PieceType.USER_DEFINED
             self.spelling[token_id] = added.content.encode()
-        unknown = ids.get(str(model.get("unk_token"))) if "unk_token" in model else model.get("unk_id")
+        unknown = model.get("unk_id", ids.get(model.get("unk_token")))  # by id in Unigram, else by piece
         if unknown is not None:
             self.types[unknown] = PieceType.UNKNOWN
 

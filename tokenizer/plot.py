@@ -58,7 +58,7 @@ def _draw_bytes_per_token(axes: Axes, groups: Sequence[Source]) -> None:
         axes.bar_label(drawn, fmt="%.2f", fontsize=8, padding=1)
     axes.set_title("Text in a token (more is better)")
     axes.set_ylabel("UTF-8 bytes per token")
-    axes.set_xticks(range(len(groups)), [_label(group.name) for group in groups], parse_math=False)
+    axes.set_xticks(range(len(groups)), [_label(group.name) for group in groups])
     if sum(len(_label(group.name)) for group in groups) > 50:
         axes.tick_params(axis="x", labelrotation=30)
     axes.margins(y=0.1)

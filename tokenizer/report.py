@@ -376,12 +376,12 @@ def remarks(whole: Source) -> str:
             lines.append(f"  round trips: all {whole.documents} documents came back")
         lines.append("  longest tokens:")
         lines += [
-            f"    {length:5} characters, {usage.counts[token_id]} times: {shown(spelled(candidate, token_id))}"
+            f"    {length:5} characters, {usage.counts[token_id]} times: {_shown_token(candidate, token_id)}"
             for length, token_id in usage.longest()
         ]
         never_seen = usage.never_seen()
         if len(never_seen):
-            some = " ".join(shown(spelled(candidate, token_id)) for token_id in never_seen[:EXAMPLES].tolist())
+            some = " ".join(_shown_token(candidate, token_id) for token_id in never_seen[:EXAMPLES].tolist())
             lines.append(f"  never seen: {len(never_seen)} learned pieces, the first: {some}")
     return "\n".join(lines)
 
@@ -390,6 +390,13 @@ def shown(text: str) -> str:
     """A text in one line: spaces as U+2423, what can't be seen escaped, its end left out when it is long."""
     visible = repr(text[:_SHOWN_CHARACTERS]).replace(" ", "\u2423")
     return visible + ("…" if len(text) > _SHOWN_CHARACTERS else "")
+
+
+def _shown_token(candidate: Candidate, token_id: int) -> str:
+    try:
+        return shown(candidate.spelling[token_id].decode("utf-8"))
+    except UnicodeDecodeError:  # a part of a character, in byte-level vocabularies
+        return repr(candidate.spelling[token_id])
 
 
 def _number(value: object, form: str) -> str:

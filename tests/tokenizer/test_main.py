@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.tokenizer.test_candidates import byte_level
 from tokenizer.__main__ import main
-from tokenizer.codec import Codec
+from tokenizer.codec import MODEL_FILE, Codec
 
 ROOT = Path(__file__).resolve().parents[2]
 TRICKY = "line\r\n\ttab   three spaces </s> <s> 道可道\u2028\x00😀\n"
@@ -70,12 +72,51 @@ def test_the_whole_chain_on_files(texts: list[str], tmp_path: Path) -> None:
     reported = run("report", out, "--input", f"code={tmp_path / 'code'}", "--input", tmp_path / "mixed.jsonl", "--json")
     figures = json.loads(reported.stdout)
     assert [source["name"] for source in figures["sources"]] == ["code", str(tmp_path / "mixed.jsonl")]
-    assert sum(figures["sources"][1]["dropped"].values()) == 3
+    assert sum(figures["dropped"][str(tmp_path / "mixed.jsonl")].values()) == 3
     assert figures["all"]["documents"] == len(texts)
-    assert figures["all"]["round_trip_failures"] == 0
+    assert figures["all"]["results"][0]["round_trip_failures"] == 0
     table = run("report", out, "--input", tmp_path / "mixed.jsonl")
-    assert b"bytes/token" in table.stdout
+    assert b"round trips: all " in table.stdout
     assert b"null_text" in table.stdout
+
+
+def test_tokenizers_side_by_side(texts: list[str], tokenizer_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "code.txt").write_text(texts[0], encoding="utf-8", newline="")
+    (tmp_path / "中文.txt").write_text(texts[-1], encoding="utf-8", newline="")
+    inputs = ["--input", f"code={tmp_path / 'code.txt'}", "--input", f"中文={tmp_path / '中文.txt'}"]
+    foreign = [
+        "--against",
+        f"bytes={byte_level(tmp_path / 'tokenizer.json')}",
+        "--against",
+        tokenizer_folder / MODEL_FILE,
+    ]
+    done = run("report", tokenizer_folder, *foreign, *inputs, "--json", "--plot", tmp_path / "report.png")
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert [one["name"] for one in data["tokenizers"]] == [tokenizer_folder.name, "bytes", MODEL_FILE]
+    assert [one["name"] for one in data["sources"]] == ["code", "中文"]
+    assert [one["unit"] for one in data["sources"]] == ["word", "character"]
+    ours, foreign_bytes, same = data["all"]["results"]
+    assert {**same, "tokenizer": None} == {**ours, "tokenizer": None}
+    assert foreign_bytes["tokens"] > 2 * ours["tokens"]
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+    said = run("report", tokenizer_folder, *foreign, *inputs).stdout.decode()
+    assert "no rate of byte tokens: every piece is made of bytes" in said
+    assert said.count("round trips: all 2 documents came back") == 3
+
+
+def test_tokenizers_of_one_name_are_told_apart(tokenizer_folder: Path, texts: list[str], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(texts[0], encoding="utf-8")
+    folder = str(tokenizer_folder)
+    done = run(
+        "report", folder, "--against", f"x={folder}", "--against", folder, "--input", tmp_path / "a.txt", "--json"
+    )
+    assert done.returncode == 2
+    assert b"two tokenizers are called" in done.stderr
+    other = tmp_path / "other" / tokenizer_folder.name
+    shutil.copytree(tokenizer_folder, other)
+    done = run("report", folder, "--against", other, "--input", tmp_path / "a.txt", "--json")
+    assert [one["name"] for one in json.loads(done.stdout)["tokenizers"]] == [folder, str(other)]
 
 
 def test_file_names_that_are_not_unicode_do_no_harm(texts: list[str], tmp_path: Path) -> None:
@@ -109,6 +150,21 @@ ERRORS: dict[str, tuple[list[str], str]] = {
     "id too large": (["decode", "{tokenizer}", "99999"], "outside the vocabulary"),
     "id much too large": (["decode", "{tokenizer}", "9" * 5000], "not an id"),
     "nothing to report on": (["report", "{tokenizer}", "--input", "{tmp}/empty.txt"], "no text"),
+    "nothing to judge": (["report", "{tmp}/absent", "--input", "{tmp}/a.txt"], "absent: No such file"),
+    "no model": (["report", "{tokenizer}", "--against", "{tmp}/a.txt", "--input", "{tmp}/a.txt"], "a.txt: not a whole"),
+    "no tokenizer.json": (
+        ["report", "{tokenizer}", "--against", "x={tmp}/odd.json", "--input", "{tmp}/a.txt"],
+        "odd.json: not a tokenizer.json",
+    ),
+    "no input": (["report", "{tokenizer}", "--input", "en={tmp}/absent.txt"], "absent.txt: no such file"),
+    "picture of unknown kind": (
+        ["report", "{tokenizer}", "--input", "{tmp}/a.txt", "--plot", "{tmp}/a.gif"],
+        "must end in .png",
+    ),
+    "picture nowhere": (
+        ["report", "{tokenizer}", "--input", "{tmp}/a.txt", "--plot", "{tmp}/absent/a.png"],
+        "cannot write into the folder",
+    ),
 }
 
 
@@ -123,6 +179,7 @@ def test_errors_are_one_line_and_exit_code_2(
     (tmp_path / "a.txt").write_text("a few words")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "odd.json").write_text("{}")
     (tmp_path / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
     before = sorted(tmp_path.iterdir())
     arguments, message = ERRORS[name]

@@ -1,0 +1,29 @@
+"""The one part of the project that is compiled. All else of the build stands in pyproject.toml.
+
+The extension is optional: without a C++ compiler the installation says so in a warning and succeeds, and SentencePiece
+encodes.
+"""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+FOLDER = Path("tokenizer", "fastbpe")
+build = runpy.run_path(str(Path(__file__).parent / FOLDER / "build.py"))
+
+setup(
+    ext_modules=[
+        Extension(
+            "tokenizer.fastbpe._core",
+            sources=[str(FOLDER / name) for name in build["UNITS"]],
+            depends=[str(FOLDER / name) for name in build["HEADERS"]],
+            define_macros=[("FASTBPE_BUILD_ID", f'"{build["build_id"](Path(__file__).parent / FOLDER)}"')],
+            extra_compile_args=list(build["COMPILE_ARGS"]),
+            language="c++",
+            optional=True,
+        )
+    ]
+)

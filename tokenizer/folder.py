@@ -17,6 +17,8 @@ TRAINING_FILE = "training.md"
 FORMAT = "zerohalf-tokenizer"
 VERSION = 1
 
+TOKENIZER_FILES = frozenset({MODEL_FILE, DESCRIPTION_FILE, TRAINING_FILE})
+
 
 def read_folder(folder: Path) -> dict[str, bytes]:
     """The contents of the tokenizer's files by name. TokenizerError: no such folder, or a file that it needs is
@@ -45,12 +47,14 @@ def parse_description(path: Path, content: bytes) -> dict[str, Any]:
     return description
 
 
-def publish(files: Mapping[str, bytes], folder: Path, *, overwrite: bool) -> None:
+def publish(
+    files: Mapping[str, bytes], folder: Path, *, overwrite: bool, replaceable: frozenset[str] = TOKENIZER_FILES
+) -> None:
     """Make `folder` hold exactly these files: whole or not at all, whenever the process is killed.
 
     A folder that exists is replaced only with `overwrite`, and only if it is a tokenizer (see `refuse_occupied`).
     """
-    refuse_occupied(folder, overwrite=overwrite)
+    refuse_occupied(folder, overwrite=overwrite, replaceable=replaceable)
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     # One hidden working folder beside the target holds the new files, and for a moment the old ones.
@@ -74,13 +78,15 @@ def publish(files: Mapping[str, bytes], folder: Path, *, overwrite: bool) -> Non
         _sync_folder(folder.parent)
 
 
-def refuse_occupied(folder: Path, *, overwrite: bool) -> None:
-    """Raise TokenizerError unless `folder` is free: absent, empty, or a tokenizer that may be overwritten."""
+def refuse_occupied(folder: Path, *, overwrite: bool, replaceable: frozenset[str] = TOKENIZER_FILES) -> None:
+    """Raise TokenizerError unless `folder` is free: absent, empty, or a tokenizer (no file but `replaceable` ones) that
+    may be overwritten.
+    """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise TokenizerError(f"{folder}: exists and is not a folder; choose another --out")
     if not folder.exists() or not any(folder.iterdir()):
         return
-    if {entry.name for entry in folder.iterdir()} - {MODEL_FILE, DESCRIPTION_FILE, TRAINING_FILE}:
+    if {entry.name for entry in folder.iterdir()} - replaceable:
         raise TokenizerError(f"{folder}: holds files that are no tokenizer's; choose another --out")
     if not overwrite:
         raise TokenizerError(f"{folder}: holds a tokenizer already; choose another --out or pass --overwrite")

@@ -40,7 +40,7 @@ def self_test(encoder: Encoder, reference: Encoder, model: ModelFile, probe: str
 
     The encoder gets them twice: the second time they come out of its caches.
     """
-    texts = list(test_texts(model, probe, seed=seed))
+    texts = list(probe_texts(model, probe, seed=seed))
     raw = [text.encode("utf-8") for text in texts]
     expected = reference.encode(raw)
     for _ in range(2):
@@ -65,7 +65,7 @@ def difference(ids: npt.NDArray[Any], right: npt.NDArray[Any]) -> str:
     return f"token {place} is {ids[place]} where SentencePiece gives {right[place]}, in"
 
 
-def test_texts(model: ModelFile, probe: str, *, seed: int = 0) -> Iterator[str]:
+def probe_texts(model: ModelFile, probe: str, *, seed: int = 0) -> Iterator[str]:
     """The texts named above, of at most some kilobytes each. The same seed gives the same ones."""
     chance = random.Random(seed)
     pieces = [piece.replace("\u2581", " ") for piece in model.pieces]

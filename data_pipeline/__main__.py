@@ -1,4 +1,4 @@
-"""python -m data_pipeline: corpora to token files (prepare), their check (verify), their content (inspect)."""
+"""python -m data_pipeline: corpora to token files, their check, their content, what a run read of them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ import typer
 if TYPE_CHECKING:
     from data_pipeline.inspection import Segment
     from data_pipeline.shards import Collection
+    from data_pipeline.trace import Told
 
 PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
 
 app = typer.Typer(
-    help="Corpora to token files, their check, their content.",
+    help="Corpora to token files, their check, their content, what a run read of them.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -40,14 +41,30 @@ Examples:
 _VERIFY_EXAMPLES = """\b
 Examples:
   python -m data_pipeline verify data/x
-  python -m data_pipeline verify data/x --full
+  python -m data_pipeline verify data/x --full --sample 100
+  python -m data_pipeline verify data/x --epoch --seq-len 2048
+  python -m data_pipeline verify data/x --epoch --run runs/mini
 """
 _INSPECT_EXAMPLES = """\b
 Examples:
   python -m data_pipeline inspect data/x
   python -m data_pipeline inspect data/x --source en --document 0
-  python -m data_pipeline inspect data/x --source en --split validation --window 3 --seq-len 256
+  python -m data_pipeline inspect data/x --source en --split validation --window 3 --seq-len 256 --ids
+  python -m data_pipeline inspect data/x --card card.md --plot lengths.png
 """
+_TRACE_EXAMPLES = """\b
+Examples:
+  python -m data_pipeline trace runs/mini --step 1200
+  python -m data_pipeline trace runs/mini --doc en:4711
+  python -m data_pipeline trace runs/mini --step 1200 --no-files --json
+"""
+_CONVERT_EXAMPLES = """\b
+Examples:
+  python -m data_pipeline convert data/x --to megatron --out data/x-megatron
+  python -m data_pipeline convert data/x --to llmc --out data/x-llmc
+  python -m data_pipeline convert --from nanogpt --train owt=owt/train.bin --validation owt=owt/val.bin --tokenizer tokenizers/x --out data/owt
+  python -m data_pipeline convert --from megatron --train en=en_text_document --validation-fraction 0.01 --tokenizer tokenizers/x --out data/en
+"""  # noqa: E501
 
 
 @app.command("prepare", epilog=_PREPARE_EXAMPLES)
@@ -112,40 +129,79 @@ def prepare_command(
 
 @app.command("verify", epilog=_VERIFY_EXAMPLES)
 def verify_command(
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="A collection made by `prepare`.")],
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="A collection made by `prepare` or `convert`.")],
     full: Annotated[bool, typer.Option("--full", help="Read every byte: CRC32, SHA-256, document ends, EOS.")] = False,
+    sample: Annotated[
+        int | None, typer.Option(min=1, metavar="K", help="Tokenize K documents again from their source files.")
+    ] = None,
+    epoch: Annotated[
+        bool, typer.Option("--epoch", help="Count that 1 to 4 ranks read every window exactly once an epoch.")
+    ] = False,
+    run: Annotated[Path | None, typer.Option(help="For --epoch: count what this run reads, to its last step.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="For --epoch without --run: tokens in a window.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the documents drawn, and of the order without --run.")] = 1,
     json_output: Annotated[bool, typer.Option("--json", help="Report as JSON.")] = False,
 ) -> None:
     """Check a collection. Quick: manifests, tokenizer, sizes, headers. Exit 2 and one line on the first fault."""
     from data_pipeline.inspection import choose_codec, summarize
-    from data_pipeline.verification import verify_collection
+    from data_pipeline.shards import DataFormatError
+    from data_pipeline.verification import verify_collection, verify_sample
 
+    if epoch and (run is None) == (seq_len is None):
+        raise DataFormatError("--epoch needs to know the windows: say --seq-len, or --run with a run directory")
     began_at = time.monotonic()
     collection = verify_collection(path, full=False)
     if full:
-        collection = verify_collection(path, full=True, on_bytes=_print_rate(_token_bytes(collection)))
-    choose_codec(collection)
+        hear = _print_rate("verify", _token_bytes(collection), "MB", 1e6)
+        collection = verify_collection(path, full=True, on_bytes=hear)
+    codec = choose_codec(collection)
+    report: dict[str, Any] = {}
+    if sample is not None:
+        sampled = verify_sample(collection, codec, sample, seed=seed)
+        if sampled.lost:
+            raise DataFormatError(f"{collection.path}: {sampled.describe_lost()}")
+        report["sample"] = {"documents_equal": sampled.equal}
+    if epoch:
+        report["epoch"] = _count_epochs(collection, run, seq_len or 0, seed)
     seconds = time.monotonic() - began_at
     if json_output:
-        _print_json({**summarize(collection), "ok": True, "full": full, "seconds": seconds})
+        _print_json({**summarize(collection), "ok": True, "full": full, **report, "seconds": seconds})
         return
     _print_summary(collection)
+    if sample is not None:
+        print(f"sample: {report['sample']['documents_equal']} documents give the stored ids from their source files")
+    for one in report.get("epoch", []):
+        whole = f"{one['epochs']:,} whole epochs of {one['windows']:,} windows, each window once"
+        begun = f"{one['windows_begun']:,} windows of an epoch begun, none twice"
+        said = "; ".join([*([whole] if one["epochs"] else []), *([begun] if one["windows_begun"] else [])])
+        print(f"epoch: {one['ranks']} ranks, {one['source']}: {said or 'not read'}")
     checked = "every byte" if full else "sizes, headers, manifests, tokenizer (--full reads every byte)"
     print(f"ok: {checked}, {seconds:.1f} s")
 
 
 @app.command("inspect", epilog=_INSPECT_EXAMPLES)
 def inspect_command(
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="A collection made by `prepare`.")],
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="A collection made by `prepare` or `convert`.")],
     source: Annotated[str | None, typer.Option(help="Which source; needed where there are several.")] = None,
     split: Annotated[str, typer.Option(help="train or validation.")] = "train",
     document: Annotated[int | None, typer.Option(help="Show this document (0 is the first).")] = None,
     window: Annotated[int | None, typer.Option(help="Show this training window (0 is the first).")] = None,
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens in a window.")] = 1024,
+    ids: Annotated[bool, typer.Option("--ids", help="Show the token ids too.")] = False,
+    no_files: Annotated[bool, typer.Option("--no-files", help="Do not look for the documents' source files.")] = False,
+    card: Annotated[Path | None, typer.Option(help="Write a data card (Markdown) to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw document lengths into this .png, .svg or .pdf.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Report as JSON.")] = False,
 ) -> None:
-    """Show a collection's sums, or a document or window as text with the ends of documents."""
-    from data_pipeline.inspection import choose_codec, choose_source, document_segments, summarize, window_segments
+    """Show a collection's sums, or a document or window as text: where each document begins, ends and came from."""
+    from data_pipeline.inspection import (
+        choose_codec,
+        choose_source,
+        document_segments,
+        find_places,
+        summarize,
+        window_segments,
+    )
     from data_pipeline.shards import SPLITS, DataFormatError, open_collection
 
     collection = open_collection(path)
@@ -156,6 +212,8 @@ def inspect_command(
         raise DataFormatError(f"there is no split {split!r}; say --split train or --split validation")
     shows_text = document is not None or window is not None
     chosen = choose_source(collection, source) if shows_text or source is not None else None
+    if card is not None or plot is not None:
+        _write_card(collection, card, plot, seq_len)
     if chosen is None or not shows_text:
         if json_output:
             _print_json(summarize(collection))
@@ -167,10 +225,188 @@ def inspect_command(
         segments = document_segments(chosen, side, document, codec)
     else:
         segments = window_segments(chosen, side, window or 0, seq_len, codec)
+    places = {} if no_files else find_places(chosen, side, [segment.document for segment in segments])
     if json_output:
-        _print_json({"source": chosen.name, "split": side, "segments": [asdict(segment) for segment in segments]})
+        shown = [
+            {
+                **{key: value for key, value in asdict(segment).items() if ids or key != "ids"},
+                "place": places.get(segment.document),
+            }
+            for segment in segments
+        ]
+        _print_json({"source": chosen.name, "split": side, "segments": shown})
     else:
-        _print_segments(segments)
+        _print_segments(segments, places, with_ids=ids)
+
+
+@app.command("trace", epilog=_TRACE_EXAMPLES)
+def trace_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory of `pretrain run`.")],
+    step: Annotated[
+        int | None, typer.Option(min=1, help="List the documents that this step read (1 is the first).")
+    ] = None,
+    doc: Annotated[
+        str | None, typer.Option(metavar="SOURCE:D", help="List the steps that read this document of training text.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=0, help="For --doc: look at so many steps; else at all so far.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="The collection, where it is no longer where the recipe says.")
+    ] = None,
+    no_text: Annotated[bool, typer.Option("--no-text", help="List places only.")] = False,
+    no_files: Annotated[
+        bool, typer.Option("--no-files", help="Do not look for source files (it reads the documents' units again).")
+    ] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Report as JSON.")] = False,
+) -> None:
+    """Say which documents a step of a run read, or which steps read a document. Steps count as in metrics.jsonl.
+
+    Nothing was logged for this: the order of data is arithmetic. The run's newest checkpoint must agree with the
+    collection, in order and in a hash of the tokens. All steps of a run have one batch size: a resume refuses another.
+    """
+    from data_pipeline.inspection import choose_codec
+    from data_pipeline.recorded_run import read_run
+    from data_pipeline.shards import DataFormatError, TokenStream
+    from data_pipeline.trace import documents_read, reads_of_document, samples_of_step, tell
+
+    if (step is None) == (doc is None):
+        raise DataFormatError("say --step N or --doc SOURCE:D, one of the two")
+    recorded = read_run(run, data)
+    order, batch = recorded.order, recorded.global_batch_size
+    streams = {name: TokenStream(source.splits["train"]) for name, source in recorded.collection.sources.items()}
+    if step is not None:
+        reads = list(documents_read(order, streams, samples_of_step(step - 1, batch)))
+        asked: dict[str, Any] = {"step": step, "reached": step <= recorded.step}
+    else:
+        name, colon, number = (doc or "").rpartition(":")
+        if not colon or not (number.isascii() and number.isdecimal()):
+            raise DataFormatError(f"--doc {doc}: say SOURCE:D, such as en:4711 (0 is the first)")
+        looked_at = recorded.step if steps is None else steps
+        try:
+            reads = reads_of_document(order, streams, name, int(number), samples=looked_at * batch)
+        except ValueError as error:
+            raise DataFormatError(f"{recorded.collection.path}: {error}") from None
+        asked = {"source": name, "document": int(number), "steps": looked_at}
+    told = tell(recorded.collection, streams, reads, choose_codec(recorded.collection), with_files=not no_files)
+    if recorded.checked_against is None:
+        print(f"{run}: no checkpoint yet, so only the recipe says what it reads", file=sys.stderr)
+    if json_output:
+        facts = {
+            "run": str(run), "collection": str(recorded.collection.path), "global_batch_size": batch,
+            "run_step": recorded.step, "checked_against": recorded.checked_against and str(recorded.checked_against),
+        }  # fmt: skip
+        _print_json({**facts, **asked, "reads": [_told_as_json(one, batch, not no_text) for one in told]})
+        return
+    if step is not None:
+        reached = "" if step <= recorded.step else f" (not reached yet: the run is at step {recorded.step:,})"
+        print(f"{run}, step {step:,}: samples {(step - 1) * batch:,} to {step * batch - 1:,}{reached}")
+    else:
+        print(f"{run}, steps 1 to {asked['steps']:,}: document {doc} was read {len(told):,} times")
+    for one in told:
+        _print_told(one, batch, with_text=not no_text)
+
+
+@app.command("convert", epilog=_CONVERT_EXAMPLES)
+def convert_command(
+    out: Annotated[Path, typer.Option(help="Folder to make; it must not exist.")],
+    path: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="With --to: a collection.")] = None,
+    to: Annotated[str | None, typer.Option("--to", help="megatron, nanogpt or llmc: write their files.")] = None,
+    origin: Annotated[str | None, typer.Option("--from", help="megatron, nanogpt or llmc: read their files.")] = None,
+    train: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]PATH", help="With --from: a file, pattern, or Megatron prefix. May be repeated."),
+    ] = None,
+    validation: Annotated[
+        list[str] | None, typer.Option(metavar="[NAME=]PATH", help="The same, of the text held out.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="With --from: the tokenizer that the ids were made with.")
+    ] = None,
+    validation_fraction: Annotated[
+        float, typer.Option(help="With --from, without --validation: share of documents held out, by hash.")
+    ] = 0.0,
+    eos: Annotated[
+        str | None,
+        typer.Option(help="Where EOS stands in their documents: first (default for llmc) or last (for nanogpt)."),
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Report as JSON.")] = False,
+) -> None:
+    """Token files of Megatron, nanoGPT and llm.c out of a collection (--to), or a collection out of them (--from).
+
+    Ids stay as they are, in the same order. Of their files only Megatron's say where documents end; in the others EOS
+    does. Written whole or not at all.
+    """
+    from data_pipeline.convert import EOS_PLACES, FORMATS, export_tokens, import_tokens
+    from data_pipeline.inspection import summarize
+    from data_pipeline.prepare import parse_inputs
+    from data_pipeline.shards import DataFormatError, open_collection
+
+    form = next((one for one in FORMATS if one == (to or origin)), None)
+    place = next((one for one in EOS_PLACES if one == eos), None)
+    if (to is None) == (origin is None) or form is None or (eos is not None and place is None):
+        raise DataFormatError("say --to or --from, with megatron, nanogpt or llmc; --eos is first or last")
+    began_at = time.monotonic()
+    if to is not None:
+        if path is None or train or validation or tokenizer or eos or validation_fraction:
+            raise DataFormatError("--to takes a collection and --out, nothing else")
+        collection = open_collection(path)
+        hear = _print_rate("convert", _token_bytes(collection), "MB", 1e6)
+        files = export_tokens(collection, form, out, on_bytes=hear)
+        if json_output:
+            _print_json({"out": str(out), "files": [str(file) for file in files]})
+            return
+        for file in files:
+            print(f"{file}  {file.stat().st_size:,} bytes")
+    else:
+        if path is not None or not train or tokenizer is None:
+            raise DataFormatError("--from needs --train [NAME=]PATH and --tokenizer, and takes no DIR")
+        collection = import_tokens(
+            form, parse_inputs(train), parse_inputs(validation) if validation else {}, tokenizer, out,
+            eos=place, validation_fraction=validation_fraction,
+        )  # fmt: skip
+        if json_output:
+            _print_json(summarize(collection))
+            return
+        _print_summary(collection)
+    print(f"{out}: written whole, {time.monotonic() - began_at:.1f} s")
+
+
+def _count_epochs(collection: Collection, run: Path | None, seq_len: int, seed: int) -> list[dict[str, Any]]:
+    """Coverage by 1 to 4 ranks, ready for JSON: of a run to its last step, or until every source has had an epoch."""
+    from data_pipeline.coverage import RANKS, prove_coverage, samples_of_an_epoch
+    from data_pipeline.order import SampleOrder
+    from data_pipeline.recorded_run import read_run
+    from data_pipeline.shards import DataFormatError
+
+    if run is not None:
+        recorded = read_run(run, collection.path)
+        order, micro_batch_size = recorded.order, recorded.micro_batch_size
+        samples = recorded.max_steps * recorded.global_batch_size
+    else:
+        tokens = {name: source.splits["train"].tokens for name, source in collection.sources.items()}
+        try:
+            order = SampleOrder(seed=seed, seq_len=seq_len, tokens=tokens)
+        except ValueError as error:
+            raise DataFormatError(f"{collection.path}: {error}") from None
+        samples, micro_batch_size = samples_of_an_epoch(order), 8
+    hear = _print_rate("epoch", samples * len(RANKS), "million samples", 1e6)
+    return [asdict(one) for one in prove_coverage(order, samples, micro_batch_size=micro_batch_size, on_samples=hear)]
+
+
+def _write_card(collection: Collection, card: Path | None, plot: Path | None, seq_len: int) -> None:
+    from data_pipeline.card import check_picture, make_card, plot_lengths, render_card
+    from data_pipeline.durable import write_file
+    from data_pipeline.inspection import choose_codec
+
+    if plot is not None:
+        check_picture(plot)
+    made = make_card(collection, choose_codec(collection), seq_len=seq_len)
+    if plot is not None:
+        plot_lengths(made, plot)
+    if card is not None:
+        picture = os.path.relpath(plot, card.parent) if plot is not None else None
+        write_file(card, render_card(made, picture).encode())
 
 
 def _available_cpus() -> int:
@@ -178,11 +414,49 @@ def _available_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _print_segments(segments: list[Segment]) -> None:
+def _print_segments(segments: list[Segment], places: dict[int, str], *, with_ids: bool) -> None:
     for segment in segments:
-        print(f"──── document {segment.document}, {segment.tokens} tokens ────")
+        place = f", {places[segment.document]}" if segment.document in places else ""
+        word = "document" if segment.begins else "within document"
+        print(f"──── {word} {segment.document}{place}, {segment.tokens} tokens ────")
         print(segment.text)
+        if with_ids:
+            print(f"──── ids ────\n{' '.join(map(str, segment.ids))}")
         print("──── end of document (EOS) ────" if segment.ended else "──── goes on ────")
+
+
+def _told_as_json(told: Told, global_batch_size: int, with_text: bool) -> dict[str, Any]:
+    from data_pipeline.origins import Lost, Origin
+
+    origin = told.origin
+    return {
+        "step": told.read.sample // global_batch_size + 1,
+        **asdict(told.read),
+        "file": origin.path if isinstance(origin, Origin) else None,
+        "position": origin.position if isinstance(origin, Origin) else None,
+        "lost": origin.reason if isinstance(origin, Lost) else None,
+        **({"text": told.text} if with_text else {}),
+    }
+
+
+def _print_told(told: Told, global_batch_size: int, *, with_text: bool) -> None:
+    from data_pipeline.origins import Lost
+
+    read, origin = told.read, told.origin
+    place = (
+        ""
+        if origin is None
+        else f", {origin.reason if isinstance(origin, Lost) else f'{origin.path}:{origin.position}'}"
+    )
+    print(
+        f"──── step {read.sample // global_batch_size + 1:,}, sample {read.sample:,}: {read.source} epoch {read.epoch}"
+        f" window {read.window:,}, document {read.document:,}{place}, tokens {read.start:,} to {read.stop - 1:,} of"
+        f" {read.document_tokens:,} ────"
+    )
+    if with_text:
+        print(told.text)
+        if read.stop == read.document_tokens:
+            print("──── end of document (EOS) ────")
 
 
 def _print_summary(collection: Collection) -> None:
@@ -210,8 +484,8 @@ def _token_bytes(collection: Collection) -> int:
     return sum(shard.tokens * shard.token_bytes for split in splits for shard in split.shards)
 
 
-def _print_rate(total: int) -> Callable[[int], None]:
-    """A hearer of bytes read that says every ten seconds, on stderr, how far a long check is."""
+def _print_rate(verb: str, total: int, unit: str, unit_size: float) -> Callable[[int], None]:
+    """A hearer of what was done that says every ten seconds, on stderr, how far a long check is."""
     began_at = said_at = time.monotonic()
     done = 0
 
@@ -221,8 +495,12 @@ def _print_rate(total: int) -> Callable[[int], None]:
         if (now := time.monotonic()) - said_at >= 10:
             said_at = now
             rate = done / (now - began_at)
-            eta = f"{rate / 1e6:,.0f} MB/s, ETA {(total - done) / rate:.0f} s"
-            print(f"verify: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB, {eta}", file=sys.stderr, flush=True)
+            eta = f"{rate / unit_size:,.1f} {unit}/s, ETA {(total - done) / rate:.0f} s"
+            print(
+                f"{verb}: {done / unit_size:,.0f} of {total / unit_size:,.0f} {unit}, {eta}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     return hear
 

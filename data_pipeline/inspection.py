@@ -6,18 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from data_pipeline.origins import Lost, find_origins
 from data_pipeline.shards import SPLITS, Collection, DataFormatError, Source, Split, SplitName, TokenStream
 from tokenizer.codec import Codec
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The part of one document that stands in a row of tokens. `ended`: its EOS does too."""
+    """The part of one document that stands in a row of tokens. `begins`: its first token does; `ended`: its EOS."""
 
     document: int
     text: str
     tokens: int
+    begins: bool
     ended: bool
+    ids: list[int]
 
 
 def summarize(collection: Collection) -> dict[str, Any]:
@@ -99,6 +102,20 @@ def window_segments(source: Source, split: SplitName, number: int, seq_len: int,
     return _segments(stream, number * seq_len, number * seq_len + seq_len + 1, codec)
 
 
+def find_places(source: Source, split: SplitName, documents: Sequence[int]) -> dict[int, str]:
+    """For each document the words FILE:LINE of its input, or why they are not known any more.
+
+    Cost: the documents' units of work are read again. DataFormatError: see `origins.find_origins`.
+    """
+    if "converted_from" in source.manifest["options"]:
+        return dict.fromkeys(documents, f"converted from {source.manifest['options']['converted_from']} token files")
+    found = find_origins(source, {split: documents})
+    return {
+        number: f"source unknown: {one.reason}" if isinstance(one, Lost) else f"{one.path}:{one.position}"
+        for _, number, one in found
+    }
+
+
 def _segments(stream: TokenStream, start: int, stop: int, codec: Codec) -> list[Segment]:
     ids = stream.read(start, stop)
     ends = stream.document_ends(start, stop).tolist()
@@ -107,6 +124,7 @@ def _segments(stream: TokenStream, start: int, stop: int, codec: Codec) -> list[
     for high in bounds:
         row = ids[low - start : high - start].tolist()
         ended = high in ends
-        segments.append(Segment(document, codec.decode(row[:-1] if ended else row), len(row), ended))
+        text = codec.decode(row[:-1] if ended else row)
+        segments.append(Segment(document, text, len(row), stream.document(document)[0] == low, ended, row))
         low, document = high, document + 1
     return segments

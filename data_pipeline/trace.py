@@ -2,8 +2,8 @@
 
 Nothing was logged for this while training ran: the order is arithmetic and inverts. "Read" means that a token of the
 document stood in the window, as input or as target; neighbouring windows share one token, which counts for both.
-Steps are counted from 0; step s reads the samples s x global_batch_size up to the next step's first, so for a run
-that changed its batch size on the way ask by samples.
+In the functions steps are counted from 0: step s reads the samples s x global_batch_size up to the next step's first.
+A run cannot change its batch size on the way (a resume refuses), so this holds for all of its steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from data_pipeline.order import Address, SampleOrder
-from data_pipeline.shards import TokenStream
+from data_pipeline.origins import Lost, Origin, find_origins
+from data_pipeline.shards import Collection, TokenStream
+from tokenizer.codec import Codec
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,43 @@ def reads_of_document(
             if sample is not None and sample < samples:
                 found.append(_part_read(order, stream, sample, address, document))
     return sorted(found, key=lambda read: read.sample)
+
+
+@dataclass(frozen=True)
+class Told:
+    """A part that was read, as text, and where the document stood in its input (None: not asked for)."""
+
+    read: DocumentRead
+    text: str
+    origin: Origin | Lost | None
+
+
+def tell(
+    collection: Collection,
+    streams: Mapping[str, TokenStream],
+    reads: Iterable[DocumentRead],
+    codec: Codec,
+    *,
+    with_files: bool,
+) -> list[Told]:
+    """The text of the parts read, EOS left out, in the order given; `with_files` finds each document's file and line.
+
+    Finding costs reading the unit of work of each document again. DataFormatError: see `origins.find_origins`.
+    """
+    reads = list(reads)
+    origins: dict[tuple[str, int], Origin | Lost] = {}
+    if with_files:
+        for name in sorted({read.source for read in reads}):
+            wanted = sorted({read.document for read in reads if read.source == name})
+            for _, number, origin in find_origins(collection.sources[name], {"train": wanted}):
+                origins[name, number] = origin
+    told = []
+    for read in reads:
+        begin, _ = streams[read.source].document(read.document)
+        stop = min(read.stop, read.document_tokens - 1)
+        ids = streams[read.source].read(begin + read.start, begin + max(read.start, stop))
+        told.append(Told(read, codec.decode(ids), origins.get((read.source, read.document))))
+    return told
 
 
 def _part_read(order: SampleOrder, stream: TokenStream, sample: int, address: Address, document: int) -> DocumentRead:

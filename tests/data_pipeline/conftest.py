@@ -1,10 +1,15 @@
 """A small real tokenizer and real text: the standard library's own sources, Chinese, odd characters."""
 
+import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from data_pipeline.filters import is_validation
+from data_pipeline.prepare import Options, prepare
+from data_pipeline.shards import Collection
 from tokenizer.codec import Codec
 from tokenizer.train import train
 
@@ -48,3 +53,54 @@ def other_tokenizer_folder(tmp_path_factory: pytest.TempPathFactory, texts: list
 @pytest.fixture(scope="session")
 def codec(tokenizer_folder: Path) -> Codec:
     return Codec.load(tokenizer_folder)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A document that a collection holds: where its text came from, and the text."""
+
+    path: str
+    position: int
+    text: str
+
+
+@dataclass(frozen=True)
+class SmallCollection:
+    """Two sources of many small units, some documents dropped, and what it must hold: by source and split, in order."""
+
+    collection: Collection
+    inputs: Path
+    documents: dict[str, dict[str, list[Stored]]]
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory, texts: list[str], tokenizer_folder: Path) -> SmallCollection:
+    """`lines`: a .jsonl cut into ranges and one of few lines, some of them no documents. `files`: .txt in groups."""
+    folder = tmp_path_factory.mktemp("small")
+    inputs = folder / "in"
+    (inputs / "files").mkdir(parents=True)
+    documents: dict[str, dict[str, list[Stored]]] = {
+        name: {"train": [], "validation": []} for name in ("lines", "files")
+    }
+
+    def stored(source: str, path: Path, position: int, text: str) -> None:
+        split = "validation" if is_validation(text.encode(), 0.2) else "train"
+        documents[source][split].append(Stored(str(path), position, text))
+
+    for name, lot in (("a.jsonl", texts[20:70]), ("b.jsonl", texts[70:75])):
+        path, lines = inputs / name, []
+        for number, text in enumerate(lot):
+            if number % 7 == 3:
+                lines.append(["", '{"text": null}', "no json", '{"text": "short"}'][number // 7 % 4])
+            lines.append(json.dumps({"text": text}))
+            stored("lines", path, len(lines), text)
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for number, text in enumerate(texts[:20]):
+        path = inputs / "files" / f"{number:02}.txt"
+        path.write_text("" if number % 6 == 1 else text, encoding="utf-8", newline="")
+        if number % 6 != 1:
+            stored("files", path, 1, text)
+    out = folder / "out"
+    options = Options(validation_fraction=0.2, min_chars=6, unit_bytes=20_000)
+    sources = {"lines": [inputs / "a.jsonl", inputs / "b.jsonl"], "files": [inputs / "files"]}
+    return SmallCollection(prepare(sources, tokenizer_folder, out, options).collection, inputs, documents)

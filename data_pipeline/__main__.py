@@ -337,10 +337,11 @@ def convert_command(
     Ids stay as they are, in the same order. Of their files only Megatron's say where documents end; in the others EOS
     does. Written whole or not at all.
     """
-    from data_pipeline.convert import EOS_PLACES, FORMATS, export_tokens, import_tokens
+    from data_pipeline.convert import export_tokens, import_tokens
     from data_pipeline.inspection import summarize
     from data_pipeline.prepare import parse_inputs
     from data_pipeline.shards import DataFormatError, open_collection
+    from data_pipeline.token_formats import EOS_PLACES, FORMATS
 
     form = next((one for one in FORMATS if one == (to or origin)), None)
     place = next((one for one in EOS_PLACES if one == eos), None)

@@ -10,18 +10,19 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
 from types import TracebackType
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline.order import Address, SampleOrder
+from data_pipeline.order import SampleOrder
 
 READ_AHEAD_WINDOWS = 256
+LOCATED_AT_ONCE = 4096  # at most; a loader begins with few, so that the first batch is there at once
 IGNORED_TARGET = -100
 _CLOSE_SECONDS = 10.0
 
@@ -33,7 +34,7 @@ class Stream(Protocol):
 
     tokens: int
 
-    def read(self, start: int, stop: int) -> Int64Array: ...
+    def read(self, start: int, stop: int) -> npt.NDArray[np.integer[Any]]: ...
 
     def will_need(self, start: int, stop: int) -> None: ...
 
@@ -127,47 +128,66 @@ class Loader:
         self.close()
 
 
+def samples_of_micro_steps(
+    micro_steps: Int64Array, first_sample: int, rank: int, world_size: int, micro_batch_size: int
+) -> Int64Array:
+    """The samples that one rank reads in its micro-steps of these numbers, from 0: (micro_steps, micro_batch_size)."""
+    starts = first_sample + (micro_steps * world_size + rank) * micro_batch_size
+    samples: Int64Array = starts[:, None] + np.arange(micro_batch_size)
+    return samples
+
+
 class _Rows:
-    """Reads the micro-batches of one rank in order, announcing windows to the streams a block ahead."""
+    """Reads the micro-batches of one rank in order, announcing windows to the streams some hundreds ahead."""
 
     def __init__(
         self, order: SampleOrder, streams: Mapping[str, Stream], rank: int, world_size: int, micro: int, first: int
     ) -> None:
         self._order, self._streams = order, streams
         self._rank, self._world_size, self._micro, self._first = rank, world_size, micro, first
-        self._block = -(-READ_AHEAD_WINDOWS // micro)
 
     def batches(self) -> Iterator[Batch]:
-        following = self._plan(0)
-        for block in count(1):
-            planned, following = following, self._plan(block)
-            for samples, addresses in planned:
-                yield self._read(samples, addresses)
+        announced: deque[_Planned] = deque()
+        for planned in self._plan():
+            for stream, start in planned.rows:
+                stream.will_need(start, start + self._order.seq_len + 1)
+            announced.append(planned)
+            if len(announced) * self._micro > READ_AHEAD_WINDOWS:
+                yield self._read(announced.popleft())
 
-    def _plan(self, block: int) -> list[tuple[Int64Array, list[Address]]]:
-        """Samples and addresses of the micro-batches of one block, announced to the streams."""
-        planned = []
-        for number in range(block * self._block, (block + 1) * self._block):
-            start = self._first + (number * self._world_size + self._rank) * self._micro
-            samples = np.arange(start, start + self._micro, dtype=np.int64)
-            addresses = [self._order.locate(sample) for sample in samples.tolist()]
-            for address in addresses:
-                self._streams[address.source].will_need(*self._span(address))
-            planned.append((samples, addresses))
-        return planned
+    def _plan(self) -> Iterator[_Planned]:
+        """Where the windows of each micro-batch stand. Located in blocks: arithmetic on arrays is cheap."""
+        begin, at_once = 0, -(-READ_AHEAD_WINDOWS // self._micro)
+        while True:
+            numbers = np.arange(begin, begin + at_once, dtype=np.int64)
+            starts = self._first + (numbers * self._world_size + self._rank) * self._micro
+            samples = starts[:, None] + np.arange(self._micro)
+            found = self._order.locate_many(samples)
+            streams = [self._streams[name] for name in found.names]
+            rows = [
+                (streams[source], window * self._order.seq_len)
+                for source, window in zip(found.sources.tolist(), found.windows.tolist(), strict=True)
+            ]
+            for place, row in enumerate(samples):
+                yield _Planned(row.copy(), rows[place * self._micro : (place + 1) * self._micro])
+            begin, at_once = begin + at_once, min(2 * at_once, -(-LOCATED_AT_ONCE // self._micro))
 
-    def _span(self, address: Address) -> tuple[int, int]:
-        start = address.window * self._order.seq_len
-        return start, start + self._order.seq_len + 1
-
-    def _read(self, samples: Int64Array, addresses: list[Address]) -> Batch:
-        inputs = np.empty((len(addresses), self._order.seq_len), np.int64)
+    def _read(self, planned: _Planned) -> Batch:
+        seq_len = self._order.seq_len
+        inputs = np.empty((self._micro, seq_len), np.int64)
         targets = np.empty_like(inputs)
-        for row, address in enumerate(addresses):
-            window = self._streams[address.source].read(*self._span(address))
+        for row, (stream, start) in enumerate(planned.rows):
+            window = stream.read(start, start + seq_len + 1)
             inputs[row] = window[:-1]
             targets[row] = window[1:]
-        return Batch(inputs, targets, samples)
+        return Batch(inputs, targets, planned.samples)
+
+
+class _Planned(NamedTuple):
+    """A micro-batch to be read: its sample numbers, and the stream and first token of each row."""
+
+    samples: Int64Array
+    rows: list[tuple[Stream, int]]
 
 
 class _Prefetcher(threading.Thread):

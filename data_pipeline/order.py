@@ -55,6 +55,7 @@ MAX_PERIOD = 65_536
 _ROUNDS = 10
 _SMALLEST_DOMAIN_BITS = 6
 _LARGEST_DOMAIN = 2**62
+_FEW = 32  # indices that are permuted sooner one by one than as an array
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
 
@@ -117,6 +118,8 @@ class Permutation:
             return np.empty(array.shape, np.int64)
         if array.dtype.kind not in "iu":
             raise ValueError(f"indices must be integers, not {array.dtype}")
+        if array.size < _FEW:
+            return np.array([self(index) for index in array.reshape(-1).tolist()], np.int64).reshape(array.shape)
         self._check(int(array.min()), int(array.max()))
         values = self._forth(array.reshape(-1).astype(np.uint64))
         walking = np.flatnonzero(values >= self.n)
@@ -253,6 +256,16 @@ class _PlannedStage:
         for places in self.places.values():
             self.ranks[places] = np.arange(len(places))
 
+    def numbers_of(self, samples: Int64Array, names: Sequence[str]) -> tuple[Int64Array, Int64Array]:
+        """For samples of this stage: which source gives each (its place in `names`), and its how-many-eth it is."""
+        past = samples - self.first_sample
+        periods, places = past // self.period, past % self.period
+        own = self.numbers[places]
+        given = np.array([self.given[name] for name in self.names], np.int64)
+        slots = np.array(list(self.slots.values()), np.int64)
+        in_names = np.array([names.index(name) for name in self.names], np.int64)
+        return in_names[own], given[own] + periods * slots[own] + self.ranks[places]
+
     def given_until(self, sample: int) -> dict[str, int]:
         """How many samples each source has given before `sample`, which lies in this stage or at its end."""
         periods, place = divmod(sample - self.first_sample, self.period)
@@ -272,6 +285,16 @@ class Address:
     source: str
     epoch: int
     window: int
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Many windows at once, in the order of their samples. `sources` are numbers into `names`; int64 arrays (n,)."""
+
+    names: tuple[str, ...]
+    sources: Int64Array
+    epochs: Int64Array
+    windows: Int64Array
 
 
 class SampleOrder:
@@ -331,6 +354,31 @@ class SampleOrder:
         number = stage.given[name] + periods * stage.slots[name] + int(stage.ranks[place])
         epoch, position = divmod(number, self.windows[name])
         return Address(name, epoch, _epoch_permutation(self.seed, name, epoch, self.windows[name])(position))
+
+    def locate_many(self, samples: npt.ArrayLike) -> Addresses:
+        """What `locate` says of each of many samples, (n,) in any order: some tenths of a microsecond each.
+
+        ValueError when a sample is below 0.
+        """
+        wanted = np.asarray(samples, np.int64).reshape(-1)
+        if wanted.size and wanted.min() < 0:
+            raise ValueError(f"sample {wanted.min()} does not exist: the first is 0")
+        names = tuple(self.tokens)
+        sources, numbers = np.empty_like(wanted), np.empty_like(wanted)
+        stages = np.searchsorted(self._first_samples, wanted, side="right") - 1
+        for number in np.unique(stages).tolist():
+            mine = np.flatnonzero(stages == number)
+            sources[mine], numbers[mine] = self._stages[number].numbers_of(wanted[mine], names)
+        epochs, positions = np.divmod(numbers, np.array([max(1, self.windows[name]) for name in names])[sources])
+        windows = np.empty_like(wanted)
+        grouped = np.lexsort((epochs, sources))  # one permutation a source and epoch
+        begins = np.flatnonzero(np.diff(sources[grouped], prepend=-1) | np.diff(epochs[grouped], prepend=-1))
+        for mine in np.split(grouped, begins[1:]):
+            if mine.size:
+                name, epoch = names[sources[mine[0]]], int(epochs[mine[0]])
+                permutation = _epoch_permutation(self.seed, name, epoch, self.windows[name])
+                windows[mine] = permutation.many(positions[mine])
+        return Addresses(names, sources, epochs, windows)
 
     def find(self, address: Address) -> int | None:
         """The one global sample number that reads this window in this epoch; None if no sample ever does.

@@ -45,10 +45,10 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +78,7 @@ _SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OPEN_FILES = 64
 
 Int64Array = npt.NDArray[np.int64]
+Tokens: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 
 class DataFormatError(ValueError):
@@ -471,36 +472,40 @@ class TokenStream:
         self.documents = split.documents
         self._starts = _running_sum([shard.tokens for shard in split.shards])
         self._first_documents = _running_sum([shard.documents for shard in split.shards])
+        self._width = split.shards[0].token_bytes if split.shards else 2
+        self._dtype = np.dtype(f"<u{self._width}")
         self._files: OrderedDict[int, int] = OrderedDict()
         self._ends: OrderedDict[int, Int64Array] = OrderedDict()
         self._lock = threading.Lock()
 
-    def read(self, start: int, stop: int) -> Int64Array:
-        """Tokens start to stop (exclusive) as int64 of shape (stop - start,).
+    def read(self, start: int, stop: int) -> Tokens:
+        """Tokens start to stop (exclusive), shape (stop - start,), in the width they are stored in: uint16 or uint32.
 
-        ValueError outside 0 <= start <= stop <= tokens; DataFormatError when a file has been cut meanwhile.
+        The array is read-only. ValueError outside 0 <= start <= stop <= tokens; DataFormatError when a file has been
+        cut meanwhile.
         """
         self._check_range(start, stop)
-        out = np.empty(stop - start, np.int64)
-        filled = 0
-        for number, low, high in self._parts(start, stop):
-            shard = self.split.shards[number]
-            wanted = (high - low) * shard.token_bytes
-            with self._lock:
-                raw = os.pread(self._descriptor(number), wanted, HEADER_BYTES + low * shard.token_bytes)
-            if len(raw) != wanted:
-                raise DataFormatError(f"{shard.bin_path}: cut since it was opened: {len(raw)} of {wanted} bytes read")
-            out[filled : filled + high - low] = np.frombuffer(raw, f"<u{shard.token_bytes}")
-            filled += high - low
-        return out
+        parts = [self._read_part(*part) for part in self._parts(start, stop)]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self._dtype), *parts])
+
+    def _read_part(self, number: int, low: int, high: int) -> Tokens:
+        shard = self.split.shards[number]
+        width = self._width
+        with self._lock:
+            raw = os.pread(self._descriptor(number), (high - low) * width, HEADER_BYTES + low * width)
+        if len(raw) != (high - low) * width:
+            raise DataFormatError(
+                f"{shard.bin_path}: cut since it was opened: {len(raw)} of {(high - low) * width} bytes read"
+            )
+        return np.frombuffer(raw, self._dtype)
 
     def will_need(self, start: int, stop: int) -> None:
         """Ask the system to fetch this range from disk in the background, where it knows how."""
         self._check_range(start, stop)
         if not hasattr(os, "posix_fadvise"):
             return
+        width = self._width
         for number, low, high in self._parts(start, stop):
-            width = self.split.shards[number].token_bytes
             with self._lock:
                 os.posix_fadvise(
                     self._descriptor(number), HEADER_BYTES + low * width, (high - low) * width, os.POSIX_FADV_WILLNEED
@@ -547,16 +552,21 @@ class TokenStream:
         if not 0 <= start <= stop <= self.tokens:
             raise ValueError(f"tokens {start} to {stop} are outside a stream of {self.tokens}")
 
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    def _parts(self, start: int, stop: int) -> Sequence[tuple[int, int, int]]:
         """(shard, low, high) for each shard that holds part of the range; low and high within the shard."""
+        if start == stop:
+            return ()
         number = bisect_right(self._starts, start) - 1
+        base = self._starts[number]
+        if stop <= self._starts[number + 1]:  # as nearly always
+            return ((number, start - base, stop - base),)
+        parts = []
         while start < stop:
-            base = self._starts[number]
-            high = min(stop - base, self.split.shards[number].tokens)
-            if high > start - base:
-                yield number, start - base, high
-            start = base + high
-            number += 1
+            base, end = self._starts[number], min(stop, self._starts[number + 1])
+            if start < end:
+                parts.append((number, start - base, end - base))
+            start, number = end, number + 1
+        return parts
 
     def _descriptor(self, number: int) -> int:
         """The open file of a shard; call with the lock held."""

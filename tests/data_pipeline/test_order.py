@@ -98,6 +98,19 @@ def test_the_order_of_version_1_never_changes() -> None:
 # ---------------------------------------------------------------- permutation: statistics
 
 
+def test_many_samples_at_once_stand_where_each_alone_stands() -> None:
+    stages = [Stage(0, {"a": 0.3, "b": 0.7}), Stage(777, {"tiny": 1, "b": 2}), Stage(5000, {"a": 1, "b": 1, "tiny": 1})]
+    order = SampleOrder(seed=3, seq_len=8, tokens={"a": 1000, "b": 50_000, "none": 0, "tiny": 25}, stages=stages)
+    samples = np.random.default_rng(0).integers(0, 40_000, (50, 80))
+    found = order.locate_many(samples)
+    triples = zip(found.sources.tolist(), found.epochs.tolist(), found.windows.tolist(), strict=True)
+    one_by_one = [order.locate(sample) for sample in samples.reshape(-1).tolist()]
+    assert [Address(found.names[source], epoch, window) for source, epoch, window in triples] == one_by_one
+    assert order.locate_many([]).windows.size == 0
+    with pytest.raises(ValueError, match="sample -1 does not exist"):
+        order.locate_many([3, -1])
+
+
 def _splitmix64(seeds: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     z = seeds + numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -117,7 +117,7 @@ def test_stream_is_one_row_over_all_shards(tmp_path: Path, count: int) -> None:
     for _ in range(300):
         start, stop = sorted(rng.integers(0, len(whole) + 1, 2).tolist())
         got = stream.read(start, stop)
-        assert got.dtype == np.int64
+        assert got.dtype == np.uint16
         np.testing.assert_array_equal(got, whole[start:stop])
         np.testing.assert_array_equal(stream.document_ends(start, stop), ends[(ends > start) & (ends <= stop)])
         stream.will_need(start, stop)

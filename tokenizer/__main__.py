@@ -6,7 +6,6 @@ import importlib.util
 import io
 import json
 import os
-import signal
 import sys
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ import typer
 
 from tokenizer.candidates import Candidate, open_candidate
 from tokenizer.codec import Codec, TokenizerError
+from tokenizer.progress import training_progress
 from tokenizer.report import Placed, as_data, judge, remarks, table, total
 from tokenizer.sample import Weighted, check_weight
 from tokenizer.train import DEFAULT_SAMPLE_BYTES, train
@@ -48,31 +48,56 @@ InputFile = Annotated[Path | None, typer.Option("--file", help="Read from this f
     "train",
     epilog="\b\nExamples:\n"
     "  python -m tokenizer train --input books/ --vocab-size 32000 --out tokenizers/books\n"
-    "  python -m tokenizer train --input en.jsonl.zst --input zh.jsonl.zst=2 --vocab-size 4096 --out tokenizers/mixed",
+    "  python -m tokenizer train --input en.jsonl.zst --input zh.jsonl.zst=2 --vocab-size 4096 --out tokenizers/mixed\n"
+    "  python -m tokenizer train --input chats/ --vocab-size 32000 --control-symbol '<|user|>' --reserve 16 "
+    "--out tokenizers/chats",
 )
 def train_command(
     inputs: Annotated[
         list[str],
         typer.Option("--input", metavar="PATH[=WEIGHT]", help="File, folder or pattern; =2: counts double."),
     ],
-    vocab_size: Annotated[int, typer.Option(help="Pieces in the vocabulary, the 260 fixed ones included.")],
+    vocab_size: Annotated[int, typer.Option(help="Ids of the vocabulary, symbols and the 260 fixed ones included.")],
     out: Annotated[Path, typer.Option(help="Folder to make.")],
+    model_type: Annotated[
+        str, typer.Option(metavar="bpe|unigram", help="unigram trains slower and is encoded slower.")
+    ] = "bpe",
+    normalization: Annotated[
+        str,
+        typer.Option(metavar="identity|nfkc", help="nfkc makes characters alike for good; identity loses nothing."),
+    ] = "identity",
+    split: Annotated[
+        str,
+        typer.Option(metavar="documents|lines", help="Of documents, pieces may hold line breaks; of lines, none."),
+    ] = "documents",
+    control_symbols: Annotated[
+        list[str] | None,
+        typer.Option("--control-symbol", metavar="NAME", help="An id that no text ever becomes. Repeat for more."),
+    ] = None,
+    user_symbols: Annotated[
+        list[str] | None,
+        typer.Option("--user-symbol", metavar="NAME", help="One id wherever a text spells it. Repeat for more."),
+    ] = None,
+    reserve: Annotated[int, typer.Option(min=0, help="Spare control symbols <|reserved_0|> and so on.")] = 0,
+    vocab_multiple: Annotated[
+        int, typer.Option(min=1, help="Round the vocabulary up to a multiple by further spare symbols.")
+    ] = 1,
     sample_bytes: Annotated[
-        int, typer.Option(help="Train on a random sample of at most this much text; memory is about 16 times as much.")
+        int, typer.Option(help="Train on a random sample of at most this much text; memory is 10 to 20 times as much.")
     ] = DEFAULT_SAMPLE_BYTES,
     seed: Annotated[int, typer.Option(help="Chooses the sample.")] = 0,
     character_coverage: Annotated[
         float | None,
         typer.Option(help="Share of characters with a piece, 0.98 to 1. [default: fits the vocabulary]"),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Changes the time only. [default: all]")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Changes the time only; unigram always takes 8. [default: all]")
+    ] = None,
     text_field: TextField = "text",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tokenizer that stands at --out.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a tokenizer from txt, jsonl (plain, .gz, .zst) and parquet files."""
-    # SentencePiece runs for minutes and looks at no signal. Nothing is on disk meanwhile: let Ctrl-C simply end us.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     sources = [_parse_weighted(value) for value in inputs]
     provenance: dict[str, object] = {}
 
@@ -85,32 +110,32 @@ def train_command(
         if dropped and not any(source.documents for source in sources):
             raise TokenizerError(f"no text to train on: everything was dropped ({_reasons(dropped)}); check --input")
         provenance["inputs"] = [source.provenance() for source in sources]
-        sampled_megabytes = min(sample_bytes, sum(source.text_bytes for source in sources)) / 1e6
-        if sampled_megabytes > 20:
-            print(f"training on {sampled_megabytes:.0f} MB: may take minutes, without a sign", file=sys.stderr)
 
-    result = train(
-        texts(),
-        out,
-        vocab_size=vocab_size,
-        sample_bytes=sample_bytes,
-        seed=seed,
-        character_coverage=character_coverage,
-        threads=threads,
-        overwrite=overwrite,
-        provenance=provenance,
-    )
+    with training_progress() as progress:
+        result = train(
+            texts(),
+            out,
+            vocab_size=vocab_size,
+            model_type=model_type,
+            normalization=normalization,
+            split=split,
+            control_symbols=control_symbols or (),
+            user_symbols=user_symbols or (),
+            reserve=reserve,
+            vocab_multiple=vocab_multiple,
+            sample_bytes=sample_bytes,
+            seed=seed,
+            character_coverage=character_coverage,
+            threads=threads,
+            overwrite=overwrite,
+            provenance=provenance,
+            on_notice=progress.say,
+            on_progress=progress.show,
+        )
     if as_json:
-        print(json.dumps({**vars(result), "folder": str(result.folder), **provenance}, ensure_ascii=False))
+        print(json.dumps({**result.as_data(), **provenance}, ensure_ascii=False))
         return
-    print(
-        f"{out}: {result.vocab_size} pieces, fingerprint {result.fingerprint[:12]}\n"
-        f"  read      {result.documents} documents, {result.text_bytes / 1e6:.2f} MB, in {result.read_seconds:.1f} s\n"
-        f"  sampled   {result.sampled_bytes / 1e6:.2f} MB, trained in {result.train_seconds:.1f} s\n"
-        f"  alphabet  {result.alphabet} characters, {result.character_coverage:.2%} of the text; bytes spell others\n"
-        f"  cuts      {result.cuts} in long documents, {result.cuts_inside_words} of them inside a word; "
-        f"U+2585 cut out {result.reserved_characters} times"
-    )
+    print(f"{out}: {result.summary()}")
     _print_dropped(sources)
 
 

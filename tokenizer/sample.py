@@ -3,7 +3,8 @@
 Texts come in pieces of at most `MAX_CHARACTERS`, cut where no token would grow across, so that one huge document
 neither fills the sample nor falls to the trainer's length limit. Each piece draws a random key; the sample is the
 pieces with the smallest keys that fit the budget, which is a uniform sample of a stream of unknown length in one
-pass. When everything fits, everything is used.
+pass. The pieces with the largest keys are kept apart, so that the tokenizer can be measured on text of the same
+mixture that it has not seen. A text under 10 MB that fits is used whole.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from tokenizer.codec import TokenizerError
 MAX_CHARACTERS = 16_384
 MIN_SAMPLE_BYTES = 100_000
 MAX_WEIGHT = 1_000.0
+HELD_OUT_BYTES = 2_000_000
+HELD_OUT_SHARE = 0.01  # of a sample that took all the text
+MIN_SPARING_BYTES = 10_000_000  # a smaller one needs every word
 
 # SentencePiece marks unknown characters with U+2585 while it trains and skips every sentence that contains one.
 # Cutting the character out keeps the rest of the document; byte fallback encodes it later like any other rare
@@ -39,15 +43,16 @@ def check_weight(weight: float) -> None:
 
 
 class _Piece(NamedTuple):
-    key: float  # negated: heapq pops the smallest, we evict the largest
+    key: float  # negated in the sample: heapq pops the smallest, we evict the largest
     place: int
     content: bytes
 
 
 class Sample:
-    """Texts go in with `add`; `pieces` gives the sample in the order of the stream.
+    """Texts go in with `add`; `hold_out` sets some aside; `pieces` or `drain` gives the sample in the order of the
+    stream.
 
-    Memory: `max_bytes` of UTF-8 and about 200 bytes per piece.
+    Memory: `max_bytes` and `HELD_OUT_BYTES` of UTF-8 and about 200 bytes per piece, however much goes in.
     """
 
     def __init__(self, *, max_bytes: int, seed: int) -> None:
@@ -62,6 +67,8 @@ class Sample:
         self.reserved_characters = 0
         self._random = random.Random(seed)
         self._heap: list[_Piece] = []
+        self._left: list[_Piece] = []  # out of the sample, with the largest keys
+        self._left_bytes = 0
         self._places = 0
         self._limit = 1.0
 
@@ -79,10 +86,36 @@ class Sample:
                 for _ in range(copies):
                     self._offer(content)
 
+    def hold_out(self) -> list[bytes]:
+        """Text that is not in the sample, at most `HELD_OUT_BYTES`, in the order of the stream: call it once, when all
+        has been added.
+
+        It comes from what the sample has no room for. Where there is room for all, a hundredth of at least
+        `MIN_SPARING_BYTES` is taken out of the sample; of less, nothing is. Text that the sample holds too, as a copy
+        or because it weighs more than once, is left out, so the list may be empty.
+        """
+        if not self._left and self.sampled_bytes >= MIN_SPARING_BYTES:
+            self.max_bytes = self.sampled_bytes - min(HELD_OUT_BYTES, int(self.sampled_bytes * HELD_OUT_SHARE))
+            self._evict()
+        sampled = {piece.content for piece in self._heap}
+        left, self._left = sorted(self._left, key=lambda piece: piece.place), []
+        return [piece.content for piece in left if piece.content not in sampled]
+
     def pieces(self) -> Iterator[bytes]:
         """The sample as UTF-8, in the order in which it was added."""
         for piece in sorted(self._heap, key=lambda piece: piece.place):
             yield piece.content
+
+    def some(self, max_bytes: int) -> list[bytes]:
+        """Every so many pieces of the sample, so that about `max_bytes` come together."""
+        step = -(-self.sampled_bytes // max_bytes)
+        return [piece for number, piece in enumerate(self.pieces()) if number % step == 0]
+
+    def drain(self) -> Iterator[bytes]:
+        """What `pieces` gives, each forgotten as soon as it is given."""
+        self._heap.sort(key=lambda piece: piece.place, reverse=True)
+        while self._heap:
+            yield self._heap.pop().content
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -104,13 +137,24 @@ class Sample:
         key = self._random.random()
         self._places += 1
         if key >= self._limit:
+            self._leave(_Piece(key, self._places, content))
             return
         heapq.heappush(self._heap, _Piece(-key, self._places, content))
         self.sampled_bytes += len(content)
+        self._evict()
+
+    def _evict(self) -> None:
         while self.sampled_bytes > self.max_bytes:
             evicted = heapq.heappop(self._heap)
             self._limit = -evicted.key
             self.sampled_bytes -= len(evicted.content)
+            self._leave(evicted._replace(key=-evicted.key))
+
+    def _leave(self, piece: _Piece) -> None:
+        heapq.heappush(self._left, piece)
+        self._left_bytes += len(piece.content)
+        while self._left_bytes > HELD_OUT_BYTES:
+            self._left_bytes -= len(heapq.heappop(self._left).content)
 
 
 def _last_boundary(text: str, start: int, end: int) -> int | None:

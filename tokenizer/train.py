@@ -1,4 +1,4 @@
-"""Train a SentencePiece BPE tokenizer from a stream of texts, so that text -> ids -> text is the identity.
+"""Train a SentencePiece tokenizer from a stream of texts, so that text -> ids -> text is the identity.
 
 What we choose, and why: whole documents are the trainer's sentences, so pieces may hold line breaks and indents (8 to
 11 % fewer tokens on code and prose than line by line); identity normalisation, no dummy prefix, no squeezed spaces,
@@ -9,62 +9,52 @@ model file is a pure function of the texts, the options and SentencePiece's vers
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import sentencepiece
 
-from tokenizer.codec import (
+from tokenizer.characters import (
+    LOWEST_COVERAGE,
+    NORMALIZATIONS,
+    count_characters,
+    normalizer,
+)
+from tokenizer.codec import PROBE_TEXT, SPACE_MARK, Codec, TokenizerError
+from tokenizer.folder import (
     DESCRIPTION_FILE,
     FORMAT,
     MODEL_FILE,
-    PROBE_TEXT,
-    SPACE_MARK,
+    TRAINING_FILE,
     VERSION,
-    Codec,
-    TokenizerError,
     publish,
     refuse_occupied,
 )
-from tokenizer.sample import MAX_CHARACTERS, Sample, Weighted
+from tokenizer.model_file import ModelFile, PieceType, protobuf_fields
+from tokenizer.sample import HELD_OUT_BYTES, MAX_CHARACTERS, Sample, Weighted
+from tokenizer.symbols import CONTROL_IDS, Symbols, arrange
+from tokenizer.training_process import OnProgress, Trained, TrainerRefusal, train_apart
+from tokenizer.training_report import TrainReport, estimate, measure, training_report
 
-CONTROL_IDS = {"unk": 0, "bos": 1, "eos": 2, "pad": 3}
-FIXED_PIECES = len(CONTROL_IDS) + 256  # and one piece per byte
-MIN_VOCAB_SIZE = FIXED_PIECES + 12
+MODEL_TYPES = ("bpe", "unigram")
+SPLITS = ("documents", "lines")
+
+MIN_LEARNED_PIECES = 12
 MAX_VOCAB_SIZE = 1 << 24
-MAX_THREADS = 127  # see _without_threads
+MAX_VOCAB_MULTIPLE = 1 << 16
 DEFAULT_SAMPLE_BYTES = 100_000_000
 
-# SentencePiece accepts 0.98 to 1. Above 0.9995 the alphabet fills with characters that hardly occur.
-LOWEST_COVERAGE, HIGHEST_COVERAGE = 0.98, 0.9995
+REQUIRED_CHARACTERS = " \n\t"
+"""They get pieces whatever the corpus holds, so that no layout of a text is ever spelled in bytes."""
 
-
-@dataclass(frozen=True)
-class TrainReport:
-    """What a training made and out of what. Bytes are UTF-8 bytes of text."""
-
-    folder: Path
-    fingerprint: str
-    vocab_size: int
-    documents: int
-    text_bytes: int
-    sampled_bytes: int
-    sampled_pieces: int
-    cuts: int
-    cuts_inside_words: int
-    reserved_characters: int
-    alphabet: int
-    character_coverage: float
-    read_seconds: float
-    train_seconds: float
+# BPE gives the same model with any number of threads; unigram adds floating-point numbers in each of them.
+MAX_BPE_THREADS = 127  # see _without_threads
+UNIGRAM_THREADS = 8
 
 
 def train(
@@ -72,110 +62,194 @@ def train(
     out: Path,
     *,
     vocab_size: int,
+    model_type: str = "bpe",
+    normalization: str = "identity",
+    split: str = "documents",
+    control_symbols: Sequence[str] = (),
+    user_symbols: Sequence[str] = (),
+    reserve: int = 0,
+    vocab_multiple: int = 1,
     sample_bytes: int = DEFAULT_SAMPLE_BYTES,
     seed: int = 0,
     character_coverage: float | None = None,
     threads: int | None = None,
     overwrite: bool = False,
     provenance: Mapping[str, object] | None = None,
+    on_notice: Callable[[str], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> TrainReport:
     """Train on a seeded sample of at most `sample_bytes` of the texts and publish the tokenizer as the folder `out`.
 
-    A bare str counts once, a `Weighted` its weight. `character_coverage` (0.98 to 1) is the share of characters in
-    the text that get a piece of their own; absent, it is 0.9995 or what lets the alphabet take two fifths of the
-    learnable pieces (so that a small vocabulary keeps room for Chinese words beside Chinese characters), but never
-    below 0.98. `threads` changes the time, not the result. `provenance` goes into the description as it is when the
-    texts have ended, so that the reader of the texts may fill it.
+    A bare str counts once, a `Weighted` its weight. `split`: whole documents are the trainer's sentences, or their
+    lines, without line breaks. `reserve`: spare control symbols; more of them fill the vocabulary up to a multiple of
+    `vocab_multiple`; which id is which: see `tokenizer.symbols`. `character_coverage` (0.98 to 1) is the share of
+    characters in the text that get a piece of their own; absent, it is 0.9995 or what lets the alphabet take two
+    fifths of the learnable pieces (so that a small vocabulary keeps room for Chinese words beside Chinese characters),
+    but never below 0.98. `threads` changes the time, not the result; unigram always trains with the same number,
+    because there it would. `provenance` goes into the description as it is when the texts have ended, so that the
+    reader of the texts may fill it. `on_notice` hears lines for people: an estimate, what a normalisation loses.
 
-    Memory: about 16 times `sample_bytes`. Raises TokenizerError: no text, a lone surrogate, a vocabulary that the
-    text can't fill or that can't hold its alphabet, an occupied `out`. Nothing is written before the model is whole
-    and has passed its self-test.
+    Memory: `sample_bytes`, and when that has been handed over, 10 to 20 times as much in a process that ends with the
+    training. Raises TokenizerError: no text, a lone surrogate, a vocabulary that the text can't fill or that can't
+    hold its alphabet, an occupied `out`, a training that failed or was killed. Nothing is written before the model is
+    whole and has passed its self-test.
     """
-    if not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
-        raise TokenizerError(f"vocabulary of {vocab_size} pieces: must be {MIN_VOCAB_SIZE} to {MAX_VOCAB_SIZE}")
-    if character_coverage is not None and not LOWEST_COVERAGE <= character_coverage <= 1:
-        raise TokenizerError(f"character coverage {character_coverage}: must be {LOWEST_COVERAGE} to 1")
+    say = on_notice or (lambda line: None)
+    _check(model_type, normalization, split, vocab_size, reserve, vocab_multiple, character_coverage)
+    spare = reserve + -vocab_size % vocab_multiple
+    vocab_size += -vocab_size % vocab_multiple
+    symbols = arrange(control_symbols, user_symbols, spare=spare)
+    normalize = normalizer(normalization)
+    if vocab_size < symbols.fixed_pieces + MIN_LEARNED_PIECES:
+        raise TokenizerError(
+            f"vocabulary of {vocab_size} pieces is too small: {symbols.fixed_pieces} are fixed (4 control ids, "
+            f"{len(symbols.ids)} symbols, 256 bytes); give at least {symbols.fixed_pieces + MIN_LEARNED_PIECES}"
+        )
+    unstable = next((name for name in symbols.user if normalize and normalize(name) != name), None)
+    if unstable is not None:
+        raise TokenizerError(f"user symbol {unstable!r}: {normalization} would write it otherwise; choose another name")
     refuse_occupied(out, overwrite=overwrite)
 
     started_at = time.monotonic()
     sample = _draw(texts, max_bytes=sample_bytes, seed=seed)
+    held_out = sample.hold_out()
+    sampled_pieces = len(sample)
     read_at = time.monotonic()
-    occurrences = _character_occurrences(sample)
+    characters = count_characters(sample.pieces(), normalize)
+    if split == "lines":
+        characters.counts[ord("\n")] = 0
     if character_coverage is None:
-        character_coverage = _fitting_coverage(occurrences, max_characters=(vocab_size - FIXED_PIECES) * 2 // 5)
-    alphabet = _alphabet_size(occurrences, character_coverage)
-    if alphabet + FIXED_PIECES > vocab_size:
+        room = (vocab_size - symbols.fixed_pieces) * 2 // 5
+        character_coverage = characters.fitting_coverage(room, REQUIRED_CHARACTERS)
+    alphabet = characters.alphabet_size(character_coverage, REQUIRED_CHARACTERS)
+    if alphabet + symbols.fixed_pieces > vocab_size:
         raise TokenizerError(
-            f"vocabulary of {vocab_size} pieces is too small: {FIXED_PIECES} are fixed, {alphabet} characters make "
-            f"{character_coverage:.2%} of the text; give at least {alphabet + FIXED_PIECES}, better twice that"
+            f"vocabulary of {vocab_size} pieces is too small: {symbols.fixed_pieces} are fixed, {alphabet} characters "
+            f"make {character_coverage:.2%} of the text; give at least {alphabet + symbols.fixed_pieces}, better twice "
+            "that"
         )
+    if normalization != "identity":
+        say(characters.loss())
+    say(estimate(model_type, sample.sampled_bytes, characters.counting_seconds))
+
     options: dict[str, Any] = {
-        "model_type": "bpe",
+        "model_type": model_type,
         "vocab_size": vocab_size,
         "character_coverage": character_coverage,
-        "required_chars": SPACE_MARK,  # else a corpus without spaces makes a vocabulary that can't spell one
+        "required_chars": REQUIRED_CHARACTERS.replace(" ", SPACE_MARK),
         "byte_fallback": True,
         "split_digits": True,
-        "normalization_rule_name": "identity",
+        "normalization_rule_name": normalization,
         "remove_extra_whitespaces": False,
         "add_dummy_prefix": False,
         "allow_whitespace_only_pieces": True,
         "max_sentence_length": 4 * MAX_CHARACTERS,
         **{f"{name}_id": token_id for name, token_id in CONTROL_IDS.items()},
     }
-    model = _train_model(sample, options, threads=min(threads or os.cpu_count() or 1, MAX_THREADS))
-    description = {
-        "format": FORMAT,
-        "version": VERSION,
-        "type": "sentencepiece-bpe",
-        "vocab_size": vocab_size,
-        "ids": CONTROL_IDS,
-        "options": {**options, "sample_bytes": sample_bytes, "seed": seed},
-        "corpus": {
-            "documents": sample.documents,
-            "text_bytes": sample.text_bytes,
-            "sampled_bytes": sample.sampled_bytes,
-            "sampled_sha256": _hash(sample),
-            "cuts": sample.cuts,
-            "cuts_inside_words": sample.cuts_inside_words,
-            "reserved_characters": sample.reserved_characters,
-            "alphabet": alphabet,
-            "provenance": dict(provenance or {}),
-        },
-        "versions": {"sentencepiece": sentencepiece.__version__},
-        "model_sha256": hashlib.sha256(model).hexdigest(),
-    }
+    if symbols.control:
+        options["control_symbols"] = list(symbols.control)
+    if symbols.user:
+        options["user_defined_symbols"] = list(symbols.user)
+    to_measure = held_out or sample.some(HELD_OUT_BYTES)
+    digest = hashlib.sha256()
+    trained = _train_model(
+        _hashed(sample.drain(), digest),
+        options,
+        split=split,
+        threads=UNIGRAM_THREADS if model_type == "unigram" else min(threads or os.cpu_count() or 1, MAX_BPE_THREADS),
+        sampled_bytes=sample.sampled_bytes,
+        on_progress=on_progress,
+    )
+    model = _without_threads(trained.model)
     codec = Codec(out, {MODEL_FILE: model})
-    if (
-        codec.control_ids != CONTROL_IDS
-        or codec.vocab_size != vocab_size
-        or codec.decode(codec.encode(PROBE_TEXT)) != PROBE_TEXT
-    ):
-        raise TokenizerError(
-            f"sentencepiece {sentencepiece.__version__} made a tokenizer that is not lossless; use the pinned version"
-        )
-    description["fingerprint"] = codec.fingerprint
-    files = {
-        MODEL_FILE: model,
-        DESCRIPTION_FILE: json.dumps(description, indent=2).encode("ascii") + b"\n",
-    }
-    publish(files, out, overwrite=overwrite)
-    return TrainReport(
+    _verify(codec, ModelFile.parse(model), symbols, normalize)
+    measurement = measure(codec, to_measure, normalize, unseen=bool(held_out))
+
+    report = TrainReport(
         folder=out,
         fingerprint=codec.fingerprint,
         vocab_size=vocab_size,
+        model_type=model_type,
+        normalization=normalization,
+        split=split,
+        symbols=symbols.ids,
         documents=sample.documents,
         text_bytes=sample.text_bytes,
         sampled_bytes=sample.sampled_bytes,
-        sampled_pieces=len(sample),
+        sampled_pieces=sampled_pieces,
         cuts=sample.cuts,
         cuts_inside_words=sample.cuts_inside_words,
         reserved_characters=sample.reserved_characters,
         alphabet=alphabet,
         character_coverage=character_coverage,
+        changed_characters=characters.changed_characters,
+        changed_pieces=characters.changed_texts,
+        measurement=measurement,
         read_seconds=read_at - started_at,
-        train_seconds=time.monotonic() - read_at,
+        train_seconds=trained.seconds,
+        peak_bytes=trained.peak_bytes,
     )
+    description = {
+        "format": FORMAT,
+        "version": VERSION,
+        "type": f"sentencepiece-{model_type}",
+        "vocab_size": vocab_size,
+        "ids": CONTROL_IDS,
+        "symbols": symbols.ids,
+        "options": {**options, "split": split, "sample_bytes": sample_bytes, "seed": seed},
+        "corpus": {
+            "documents": sample.documents,
+            "text_bytes": sample.text_bytes,
+            "sampled_bytes": sample.sampled_bytes,
+            "sampled_sha256": digest.hexdigest(),
+            "cuts": sample.cuts,
+            "cuts_inside_words": sample.cuts_inside_words,
+            "reserved_characters": sample.reserved_characters,
+            "alphabet": alphabet,
+            "changed_characters": sum(characters.changed_characters.values()),
+            "changed_pieces": characters.changed_texts,
+            "provenance": dict(provenance or {}),
+        },
+        "versions": {"sentencepiece": sentencepiece.__version__},
+        "model_sha256": hashlib.sha256(model).hexdigest(),
+        "fingerprint": codec.fingerprint,
+    }
+    files = {
+        MODEL_FILE: model,
+        DESCRIPTION_FILE: json.dumps(description, indent=2).encode("ascii") + b"\n",
+        TRAINING_FILE: training_report(report, description, codec).encode("utf-8"),
+    }
+    publish(files, out, overwrite=overwrite)
+    return report
+
+
+# ---------------------------------------------------------------- before
+
+
+def _check(
+    model_type: str,
+    normalization: str,
+    split: str,
+    vocab_size: int,
+    reserve: int,
+    vocab_multiple: int,
+    character_coverage: float | None,
+) -> None:
+    for name, value, choices in (
+        ("model type", model_type, MODEL_TYPES),
+        ("normalization", normalization, NORMALIZATIONS),
+        ("split", split, SPLITS),
+    ):
+        if value not in choices:
+            raise TokenizerError(f"{name} {value!r}: must be {' or '.join(choices)}")
+    if not 0 < vocab_size <= MAX_VOCAB_SIZE:
+        raise TokenizerError(f"vocabulary of {vocab_size} pieces: must be at most {MAX_VOCAB_SIZE}")
+    if not 0 <= reserve <= MAX_VOCAB_SIZE:
+        raise TokenizerError(f"{reserve} reserved ids: must be 0 to {MAX_VOCAB_SIZE}")
+    if not 1 <= vocab_multiple <= MAX_VOCAB_MULTIPLE:
+        raise TokenizerError(f"vocabulary as a multiple of {vocab_multiple}: must be 1 to {MAX_VOCAB_MULTIPLE}")
+    if character_coverage is not None and not LOWEST_COVERAGE <= character_coverage <= 1:
+        raise TokenizerError(f"character coverage {character_coverage}: must be {LOWEST_COVERAGE} to 1")
 
 
 def _draw(texts: Iterable[str | Weighted], *, max_bytes: int, seed: int) -> Sample:
@@ -195,48 +269,43 @@ def _draw(texts: Iterable[str | Weighted], *, max_bytes: int, seed: int) -> Samp
     return sample
 
 
-def _character_occurrences(sample: Sample) -> list[int]:
-    """How often each character occurs, most frequent first."""
-    counts = np.zeros(0x110000, dtype=np.int64)
-    pieces = list(sample.pieces())
-    for start in range(0, len(pieces), 256):
-        text = b"".join(pieces[start : start + 256]).decode("utf-8")
-        counts += np.bincount(np.frombuffer(text.encode("utf-32-le"), dtype="<u4"), minlength=len(counts))
-    occurrences: list[int] = np.sort(counts[counts > 0])[::-1].tolist()
-    return occurrences
+# ---------------------------------------------------------------- training
 
 
-def _alphabet_size(occurrences: list[int], coverage: float) -> int:
-    """The fewest characters that make up `coverage` of the text."""
-    covered = np.cumsum(occurrences) / sum(occurrences)
-    return min(int(np.searchsorted(covered, coverage)) + 1, len(occurrences))
-
-
-def _fitting_coverage(occurrences: list[int], *, max_characters: int) -> float:
-    """The default coverage: the highest that needs at most `max_characters`, within the two limits."""
-    if _alphabet_size(occurrences, HIGHEST_COVERAGE) <= max_characters:
-        return HIGHEST_COVERAGE
-    covered = sum(occurrences[:max_characters]) / sum(occurrences)
-    return max(LOWEST_COVERAGE, int(covered * 10_000) / 10_000)  # rounded down: a readable number
-
-
-def _train_model(sample: Sample, options: Mapping[str, Any], *, threads: int) -> bytes:
+def _train_model(
+    pieces: Iterable[bytes],
+    options: Mapping[str, Any],
+    *,
+    split: str,
+    threads: int,
+    sampled_bytes: int,
+    on_progress: OnProgress | None,
+) -> Trained:
     """SentencePiece's training in memory: no path enters the model file."""
-    writer = io.BytesIO()
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=sample.pieces(), model_writer=writer, num_threads=threads, minloglevel=2, **options
+        return train_apart(
+            pieces,
+            {**options, "num_threads": threads, "minloglevel": 0},
+            split_lines=split == "lines",
+            on_progress=on_progress,
         )
-    except RuntimeError as error:
-        too_high = re.search(r"Vocabulary size too high \((\d+)\).*<= (\d+)", str(error))
+    except TrainerRefusal as refusal:
+        too_high = re.search(r"Vocabulary size too high \((\d+)\).*<= (\d+)", str(refusal))
         if too_high:
             raise TokenizerError(
-                f"vocabulary of {too_high[1]} pieces is too large for {sample.sampled_bytes} bytes of text: "
+                f"vocabulary of {too_high[1]} pieces is too large for {sampled_bytes} bytes of text: "
                 f"the largest possible is {too_high[2]} (at --character-coverage {options['character_coverage']}); "
                 "lower --vocab-size or give more text"
-            ) from error
-        raise TokenizerError("sentencepiece failed: " + " ".join(str(error).split())) from error
-    return _without_threads(writer.getvalue())
+            ) from refusal
+        raise TokenizerError("sentencepiece failed: " + " ".join(str(refusal).split())) from refusal
+
+
+def _hashed(pieces: Iterable[bytes], digest: Any) -> Iterator[bytes]:
+    """The same pieces; the text and its cuts go into the hash as they pass."""
+    for piece in pieces:
+        digest.update(len(piece).to_bytes(8, "little"))
+        digest.update(piece)
+        yield piece
 
 
 def _without_threads(model: bytes) -> bytes:
@@ -248,45 +317,32 @@ def _without_threads(model: bytes) -> bytes:
     place.
     """
     edited = bytearray(model)
-    for field, start, end in _protobuf_fields(model, 0, len(model)):
+    for field, start, end in protobuf_fields(model, 0, len(model)):
         if field == 2:
-            for inner, value_start, value_end in _protobuf_fields(model, start, end):
+            for inner, value_start, value_end in protobuf_fields(model, start, end):
                 if inner == 16:
                     assert value_end - value_start == 1, "num_threads is not one byte"
                     edited[value_start] = 1
     return bytes(edited)
 
 
-def _protobuf_fields(data: bytes, start: int, end: int) -> Iterable[tuple[int, int, int]]:
-    """Yield (field number, start, end) of each value in a message that lies at data[start:end]."""
-
-    def varint(place: int) -> tuple[int, int]:
-        value = shift = 0
-        while True:
-            byte = data[place]
-            value |= (byte & 0x7F) << shift
-            place, shift = place + 1, shift + 7
-            if byte < 0x80:
-                return value, place
-
-    while start < end:
-        tag, start = varint(start)
-        wire_type = tag & 7
-        if wire_type == 0:
-            stop = varint(start)[1]
-        elif wire_type == 2:
-            length, start = varint(start)
-            stop = start + length
-        else:
-            stop = start + {1: 8, 5: 4}[wire_type]
-        yield tag >> 3, start, stop
-        start = stop
+# ---------------------------------------------------------------- after
 
 
-def _hash(sample: Sample) -> str:
-    """One hash for the sampled text and its cuts."""
-    digest = hashlib.sha256()
-    for piece in sample.pieces():
-        digest.update(len(piece).to_bytes(8, "little"))
-        digest.update(piece)
-    return digest.hexdigest()
+def _verify(codec: Codec, model: ModelFile, symbols: Symbols, normalize: Callable[[str], str] | None) -> None:
+    """Raise TokenizerError unless every id stands where we say it does, and the probe text comes back."""
+    expected = normalize(PROBE_TEXT) if normalize else PROBE_TEXT
+    kinds = dict.fromkeys(symbols.control, PieceType.CONTROL) | dict.fromkeys(symbols.user, PieceType.USER_DEFINED)
+    as_said = (
+        codec.control_ids == CONTROL_IDS
+        and all(model.pieces[token_id] == name for name, token_id in symbols.ids.items())
+        and all(model.types[token_id] == kinds[name] for name, token_id in symbols.ids.items())
+        and all(symbols.ids[name] not in codec.encode(f"\n{name}\n") for name in symbols.control)
+        and all(codec.encode(f"\n{name}\n").count(symbols.ids[name]) == 1 for name in symbols.user)
+        and codec.decode(codec.encode(PROBE_TEXT)) == expected
+    )
+    if not as_said:
+        raise TokenizerError(
+            f"sentencepiece {sentencepiece.__version__} made a tokenizer that is not lossless or has other ids than "
+            "asked for; use the pinned version"
+        )

@@ -1,0 +1,247 @@
+"""What is said of a training: an estimate before it, a measurement after it, and training.md for people."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizer.codec import SPACE_MARK, Codec, TokenizerError
+from tokenizer.report import shown
+
+# Seconds of training for a second of counting the sample's characters, and bytes of memory for a byte of the sample:
+# lowest and highest. Measured on 5 to 100 MB of English, Chinese and code with 8,000 and 32,000 pieces.
+TIME_RATIOS = {"bpe": (15, 60), "unigram": (250, 1000)}
+MEMORY_RATIOS = (10, 20)
+BASE_BYTES = 30_000_000
+
+LONGEST = 15
+EXAMPLES = 40
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a tokenizer makes of some text. Bytes are UTF-8 bytes of the text as it was before normalisation."""
+
+    unseen: bool  # the trainer has not seen this text
+    text_bytes: int
+    tokens: int
+    byte_tokens: int
+
+    @property
+    def bytes_per_token(self) -> float:
+        """The higher, the fewer tokens a text has."""
+        return self.text_bytes / self.tokens
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """What a training made and out of what. Bytes are UTF-8 bytes of text."""
+
+    folder: Path
+    fingerprint: str
+    vocab_size: int
+    model_type: str
+    normalization: str
+    split: str
+    symbols: dict[str, int]
+    documents: int
+    text_bytes: int
+    sampled_bytes: int
+    sampled_pieces: int
+    cuts: int
+    cuts_inside_words: int
+    reserved_characters: int
+    alphabet: int
+    character_coverage: float
+    changed_characters: dict[str, int]  # by the normalisation; how often each occurs in the sample
+    changed_pieces: int  # of sampled_pieces
+    measurement: Measurement
+    read_seconds: float
+    train_seconds: float
+    peak_bytes: int  # of the training process; that of the caller is the sample's size and little more
+
+    def as_data(self) -> dict[str, object]:
+        """All of it, fit for JSON."""
+        return {
+            **asdict(self),
+            "folder": str(self.folder),
+            "changed_characters": sum(self.changed_characters.values()),
+            "bytes_per_token": self.measurement.bytes_per_token,
+        }
+
+    def summary(self) -> str:
+        """A few lines for people; training.md says more."""
+        measured = self.measurement
+        unlike = "" if self.normalization == "identity" else f", {self.normalization}"
+        text = "text not trained on" if measured.unseen else "the text trained on"
+        symbols = f", {len(self.symbols)} symbols from id 4 on" if self.symbols else ""
+        return "\n  ".join(
+            [
+                f"{self.vocab_size} pieces, {self.model_type}{unlike}, fingerprint {self.fingerprint[:12]}{symbols}",
+                f"read      {self.documents} documents, {self.text_bytes / 1e6:.2f} MB, in {self.read_seconds:.1f} s",
+                f"sampled   {self.sampled_bytes / 1e6:.2f} MB, trained by {self.split} in {self.train_seconds:.1f} s, "
+                f"{self.peak_bytes / 1e6:.0f} MB of memory",
+                f"alphabet  {self.alphabet} characters, {self.character_coverage:.2%} of the text; bytes spell others",
+                f"cuts      {self.cuts} in long documents, {self.cuts_inside_words} of them inside a word; "
+                f"U+2585 cut out {self.reserved_characters} times",
+                f"measured  {measured.bytes_per_token:.2f} bytes per token on {measured.text_bytes / 1e6:.2f} MB of "
+                f"{text}",
+            ]
+        )
+
+
+def estimate(model_type: str, sampled_bytes: int, counting_seconds: float) -> str:
+    """How long a training may take and how much memory, in one line. A rough one: the progress gives better ones."""
+    low, high = (ratio * counting_seconds for ratio in TIME_RATIOS[model_type])
+    least, most = (ratio * sampled_bytes + BASE_BYTES for ratio in MEMORY_RATIOS)
+    return (
+        f"training on {sampled_bytes / 1e6:.1f} MB: about {duration(low)} to {duration(high)}, "
+        f"{least / 1e9:.1f} to {most / 1e9:.1f} GB of memory"
+    )
+
+
+def duration(seconds: float) -> str:
+    """A length of time for people: 42 s, 5 min, 2.5 h."""
+    if seconds < 100:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def measure(
+    codec: Codec, pieces: Sequence[bytes], normalize: Callable[[str], str] | None, *, unseen: bool
+) -> Measurement:
+    """Encode and decode UTF-8 texts. Raises TokenizerError when one doesn't come back as its normalisation promises."""
+    is_byte = [codec.is_byte(token_id) for token_id in range(codec.vocab_size)]
+    texts = [piece.decode("utf-8") for piece in pieces]
+    tokens = byte_tokens = 0
+    for text, ids in zip(texts, codec.encode_documents(texts), strict=True):
+        expected = (normalize(text) if normalize else text).replace(SPACE_MARK, " ")
+        if codec.decode(ids) != expected:
+            raise TokenizerError(f"the new tokenizer loses text: {text!a:.200} does not come back")
+        tokens += len(ids)
+        byte_tokens += sum(is_byte[token_id] for token_id in ids.tolist())
+    return Measurement(unseen, sum(map(len, pieces)), tokens, byte_tokens)
+
+
+def training_report(report: TrainReport, description: Mapping[str, Any], codec: Codec) -> str:
+    """The text of training.md. `description` is what stands in description.json."""
+    sections = [
+        ("", _summary(report)),
+        ("Text", _text(report, description)),
+        ("Vocabulary", _vocabulary(report, codec)),
+        ("Measured", _measured(report)),
+        ("Cost", _cost(report)),
+        ("Options", (f"- `{name}`: {_code(value)}" for name, value in description["options"].items())),
+    ]
+    parts = ["# Training report\n"]
+    for title, lines in sections:
+        parts.append("\n".join([*([f"## {title}\n"] if title else []), *lines]) + "\n")
+    return "\n".join(parts)
+
+
+def _summary(report: TrainReport) -> Iterator[str]:
+    yield f"A SentencePiece {report.model_type} tokenizer of {report.vocab_size} ids."
+    yield f"Fingerprint: `{report.fingerprint}`."
+    yield "How it was made is written here for people; programs read description.json."
+
+
+def _text(report: TrainReport, description: Mapping[str, Any]) -> Iterator[str]:
+    yield from _sources(description["corpus"]["provenance"].get("inputs"))
+    share = report.sampled_bytes / report.text_bytes
+    yield f"- read: {report.documents:,} documents, {report.text_bytes:,} bytes"
+    yield (
+        f"- trained on: {report.sampled_bytes:,} bytes ({share:.1%}) in {report.sampled_pieces:,} pieces, weights "
+        "applied"
+    )
+    whole = report.split == "documents"
+    yield f"- split: {'whole documents' if whole else 'lines'}; pieces {'may' if whole else 'never'} hold line breaks"
+    yield (
+        f"- cuts: {report.cuts:,} in documents over 16,384 characters, {report.cuts_inside_words:,} of them inside a "
+        "word; nothing was dropped for its length"
+    )
+    yield f"- U+2585, which SentencePiece keeps to itself: cut out {report.reserved_characters:,} times"
+    if report.normalization == "identity":
+        yield "- normalisation: none; text comes back as it was, but U+2581 as a space"
+        return
+    yield (
+        f"- normalisation: {report.normalization}, which changes {report.changed_pieces:,} of "
+        f"{report.sampled_pieces:,} pieces for good. Line breaks, tabs and runs of spaces stay. Replaced by other "
+        "characters wherever they stand:"
+    )
+    most = list(report.changed_characters.items())
+    for character, count in most[:LONGEST]:
+        yield f"  - U+{ord(character):04X} {_code(character)}, {count:,} times"
+    if len(most) > LONGEST:
+        yield f"  - and {len(most) - LONGEST:,} others, {sum(count for _, count in most[LONGEST:]):,} times"
+
+
+def _sources(inputs: object) -> Iterator[str]:
+    """What the caller of `train` noted about each source, as a table; nothing where it noted none."""
+    if not isinstance(inputs, list) or not inputs:
+        return
+    columns = list(inputs[0])
+    yield f"| {' | '.join(column.replace('_', ' ') for column in columns)} |"
+    yield "|---" * len(columns) + "|"
+    for source in inputs:
+        yield f"| {' | '.join(_cell(source.get(column)) for column in columns)} |"
+    yield ""
+
+
+def _vocabulary(report: TrainReport, codec: Codec) -> Iterator[str]:
+    first = len(codec.control_ids) + len(report.symbols) + 256
+    yield "| ids | what |"
+    yield "|---|---|"
+    for name, token_id in codec.control_ids.items():
+        yield f"| {token_id} | {name} |"
+    for name, token_id in report.symbols.items():
+        yield f"| {token_id} | {_code(name)} |"
+    yield f"| {first - 256} to {first - 1} | the 256 bytes |"
+    yield f"| {first} to {report.vocab_size - 1} | learned |"
+    yield ""
+    yield f"- alphabet: {report.alphabet:,} characters, {report.character_coverage:.2%} of the text; bytes spell others"
+    learned = [codec.piece(token_id).replace(SPACE_MARK, " ") for token_id in range(first, report.vocab_size)]
+    lengths = Counter(map(len, learned))
+    yield f"- lengths in characters: {', '.join(f'{length}: {lengths[length]:,}' for length in sorted(lengths))}"
+    yield f"- longest: {_codes(sorted(learned, key=lambda piece: -len(piece))[:LONGEST])}"
+    merged = [piece for piece in learned if len(piece) > 1]
+    yield f"- first: {_codes(merged[:EXAMPLES])}"
+    yield f"- last: {_codes(merged[-EXAMPLES:])}"
+
+
+def _measured(report: TrainReport) -> Iterator[str]:
+    found = report.measurement
+    yield (
+        f"On {found.text_bytes:,} bytes of the same mixture that the trainer has not seen:"
+        if found.unseen
+        else f"On {found.text_bytes:,} bytes out of the text trained on, since nothing was left over: a little too "
+        "good. `tokenizer report` takes any other text."
+    )
+    yield ""
+    yield f"- bytes per token: {found.bytes_per_token:.3f}"
+    yield f"- tokens that are single bytes: {found.byte_tokens / found.tokens:.3%}"
+    yield "- round trips: all"
+
+
+def _cost(report: TrainReport) -> Iterator[str]:
+    yield f"- reading and sampling: {report.read_seconds:.1f} s"
+    yield f"- training: {report.train_seconds:.1f} s"
+    yield f"- most memory of the training process: {report.peak_bytes / 1e6:,.0f} MB"
+
+
+def _code(value: object) -> str:
+    """As code in Markdown, in one line, whatever it holds."""
+    text = shown(value) if isinstance(value, str) else str(value)
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
+def _codes(pieces: Sequence[str]) -> str:
+    return " ".join(map(_code, pieces))
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, dict):
+        value = ", ".join(f"{count} {name}" for name, count in value.items()) or "none"
+    return " ".join((f"{value:,}" if isinstance(value, int) else str(value)).replace("|", "\\|").split())

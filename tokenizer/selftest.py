@@ -4,7 +4,8 @@ Which texts, and what for:
 
 - every piece of the vocabulary spelled out, so that each merge is made and every place inside a piece is passed;
 - each piece overlapping its next in rank (`abc`, `bcd`: the text `abcd`), where the better score must win;
-- chains of pieces of which each begins with the last character of the one before: long texts without a place to cut;
+- chains of pieces, of any rank or near in rank, of which each begins with the last character of the one before: long
+  texts without a place to cut;
 - runs of one character, random sequences of pieces, random characters of all planes, the probe text, nothing at all.
 
 What this can't find: a fault that shows only where two certain pieces, distant in rank, meet in a way that none of
@@ -15,6 +16,7 @@ documents in production.
 from __future__ import annotations
 
 import random
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
@@ -29,7 +31,7 @@ from tokenizer.reference import Encoder, split
 ADVICE = "report the text; with tokenizer/fastbpe/_core* removed, SentencePiece itself encodes"
 
 _GROUP = 32  # pieces spelled out in one text: one a text takes SentencePiece five times as long, all in one thrice
-_CHAINS = 600
+_CHAINS = 1000
 _SEQUENCES = 300
 _RUNS = 60
 _RANDOM_TEXTS = 200
@@ -70,7 +72,7 @@ def probe_texts(model: ModelFile, probe: str, *, seed: int = 0) -> Iterator[str]
     chance = random.Random(seed)
     pieces = [piece.replace("\u2581", " ") for piece in model.pieces]
     known = set("".join(pieces))
-    foreign = next((chr(code) for code in range(0x10FFFF, 0xDFFF, -1) if chr(code) not in known), "")
+    foreign = next((chr(code) for code in range(1, 0xD800) if chr(code) not in known), "")
     normal = np.flatnonzero(model.types == PieceType.NORMAL)
     ranked = [pieces[i] for i in normal[np.argsort(-model.scores[normal], kind="stable")] if pieces[i]]
 
@@ -78,22 +80,35 @@ def probe_texts(model: ModelFile, probe: str, *, seed: int = 0) -> Iterator[str]
     for start in range(0, len(pieces), _GROUP):
         yield foreign.join(pieces[start : start + _GROUP])
     for better, worse in pairwise(ranked):
-        yield from _overlapping(better, worse)
-        yield from _overlapping(worse, better)
-    beginning_with = defaultdict(list)
-    for piece in ranked:
-        beginning_with[piece[0]].append(piece)
-    for _ in range(_CHAINS if ranked else 0):
-        text = chance.choice(ranked)
-        for _ in range(chance.choice((1, 2, 5, 50))):
-            text += chance.choice(beginning_with.get(text[-1], ranked))[1:]
-        yield text
+        if better[-1] in worse:
+            yield from _overlapping(better, worse)
+        if worse[-1] in better:
+            yield from _overlapping(worse, better)
+    yield from _chains(ranked, chance)
     for _ in range(_SEQUENCES):
         yield "".join(chance.choices(pieces, k=chance.randrange(40)))
     for character in chance.choices(sorted(known), k=_RUNS):
         yield character * chance.randrange(300)
     for _ in range(_RANDOM_TEXTS):
         yield "".join(_random_character(chance) for _ in range(chance.randrange(40)))
+
+
+def _chains(ranked: list[str], chance: random.Random) -> Iterator[str]:
+    beginning_with = defaultdict(list)
+    for rank, piece in enumerate(ranked):
+        if len(piece) > 1:
+            beginning_with[piece[0]].append(rank)
+    for number in range(_CHAINS if ranked else 0):
+        rank = chance.randrange(len(ranked))
+        text = ranked[rank]
+        for _ in range(chance.choice((1, 2, 4, 8, 50))):
+            ranks = beginning_with.get(text[-1]) or [rank]
+            if number % 2:
+                rank = chance.choice(ranks)
+            else:  # the nearest on one side or the other
+                rank = ranks[min(max(bisect(ranks, rank) - chance.randrange(2), 0), len(ranks) - 1)]
+            text += ranked[rank][1:]
+        yield text
 
 
 def _overlapping(first: str, second: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Command line of the tokenizer: train, encode, decode, report."""
+"""Command line of the tokenizer: train, encode, decode, report, export."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ import typer
 
 from tokenizer.candidates import Candidate, open_candidate
 from tokenizer.codec import Codec, TokenizerError
+from tokenizer.export import export_hf
 from tokenizer.progress import training_progress
 from tokenizer.report import Placed, as_data, judge, remarks, table, total
 from tokenizer.sample import Weighted, check_weight
@@ -239,6 +241,35 @@ def report_command(
     print(table([*judged, whole] if len(judged) > 1 else judged))
     print(remarks(whole))
     _print_dropped(sources)
+
+
+class _Format(StrEnum):
+    HF = "hf"
+
+
+@app.command(
+    epilog="\b\nExamples:\n"
+    "  python -m tokenizer export tokenizers/books --format hf --out exported/books\n"
+    "  python -m tokenizer export tokenizers/books --format hf --out exported/books --overwrite --json",
+)
+def export(
+    folder: Folder,
+    out: Annotated[Path, typer.Option(help="Folder to make.")],
+    form: Annotated[_Format, typer.Option("--format", help="hf: files for transformers' AutoTokenizer.")] = _Format.HF,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace exported files that stand at --out.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a tokenizer for other programs, its ids compared with SentencePiece's before."""
+    assert form is _Format.HF
+    done = export_hf(folder, out, overwrite=overwrite)
+    if as_json:
+        print(json.dumps({**vars(done), "folder": str(out)}))
+        return
+    print(
+        f"{out}: {done.vocab_size} pieces, {done.merges} merges; ids and texts equal to SentencePiece's on "
+        f"{done.verified_texts} texts, {done.verified_bytes / 1e6:.2f} MB\n"
+        "  a text that spells <s> or </s> is text; docs/tokenizer-export.md says what that means for prompts"
+    )
 
 
 @dataclass

@@ -19,7 +19,7 @@ setup(
         Extension(
             "tokenizer.fastbpe._core",
             sources=[str(FOLDER / name) for name in build["UNITS"]],
-            depends=[str(FOLDER / name) for name in build["HEADERS"]],
+            depends=[str(FOLDER / name) for name in ("build.py", *build["HEADERS"])],
             define_macros=[("FASTBPE_BUILD_ID", f'"{build["build_id"](Path(__file__).parent / FOLDER)}"')],
             extra_compile_args=list(build["COMPILE_ARGS"]),
             language="c++",

@@ -7,7 +7,7 @@ import numpy as np
 from tokenizer.model_file import ModelFile, PieceType
 
 MAX_VOCAB_SIZE = 1 << 24
-MAX_PIECE_BYTES = 4096
+MAX_PIECE_BYTES = 1024
 
 
 def why_not(model: ModelFile) -> str | None:

@@ -22,12 +22,9 @@ from tokenizer.fastbpe.build import build_id
 from tokenizer.fastbpe.conditions import why_not
 from tokenizer.model_file import ModelFile
 
-DEFAULT_CACHE_BYTES = 32 << 20
+DEFAULT_CACHE_BYTES = 16 << 20
 MIN_CACHE_BYTES = 1 << 11
 MAX_CACHE_BYTES = 1 << 36
-
-BYTES_PER_TEXT_BYTE = 40
-"""Memory that one call takes at most, beside the caches, per byte of text: see docs in core.h and merge.h."""
 
 _FOLDER = Path(__file__).parent
 
@@ -132,6 +129,8 @@ class _Model:
     """The tables of a vocabulary, freed with the last encoder that uses them."""
 
     def __init__(self, core: ctypes.CDLL, model: ModelFile) -> None:
+        self.core = core
+        self.handle = ctypes.c_void_p()
         pieces = [piece.encode("utf-8") for piece in model.pieces]
         text = b"".join(pieces)
         ends = np.cumsum([len(piece) for piece in pieces], dtype=np.uint64)
@@ -149,8 +148,6 @@ class _Model:
             byte_fallback=model.byte_fallback,
             dummy_prefix=model.add_dummy_prefix,
         )
-        self.handle = ctypes.c_void_p()
-        self.core = core
         reason = ctypes.create_string_buffer(200)
         status = core.fastbpe_model_new(ctypes.byref(vocabulary), ctypes.byref(self.handle), reason, len(reason))
         if status == _BAD_MODEL:

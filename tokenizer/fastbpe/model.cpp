@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
+#include <functional>
+#include <set>
 #include <string>
 #include <unordered_map>
 
@@ -36,10 +37,10 @@ std::vector<Character> characters_of(std::string_view piece, uint32_t id) {
 
 // The byte that a piece <0xNN> stands for.
 uint8_t byte_of(std::string_view piece, uint32_t id) {
-    for (unsigned byte = 0; byte < 256; byte++) {
-        char name[8];
-        std::snprintf(name, sizeof name, "<0x%02X>", byte);
-        if (piece == name) return static_cast<uint8_t>(byte);
+    constexpr std::string_view kDigits = "0123456789ABCDEF";
+    if (piece.size() == 6 && piece.substr(0, 3) == "<0x" && piece[5] == '>') {
+        const size_t high = kDigits.find(piece[3]), low = kDigits.find(piece[4]);
+        if (high < 16 && low < 16) return static_cast<uint8_t>(high << 4 | low);
     }
     throw BadModel("piece " + std::to_string(id) + " is of type byte and not of the form <0xNN>");
 }
@@ -121,11 +122,12 @@ void Neighbours::build(std::vector<uint64_t> pairs) {
 Model::Model(const Vocabulary& vocabulary)
     : size(vocabulary.size), byte_fallback(vocabulary.byte_fallback), dummy_prefix(vocabulary.dummy_prefix) {
     std::unordered_map<std::string_view, uint32_t> normal;
-    uint32_t unknowns = 0, bytes = 0;
+    uint32_t unknowns = 0;
+    std::set<std::string_view> bytes;
     normal.reserve(size);
     for (uint32_t id = 0; id < size; id++) {
         const std::string_view piece = vocabulary.piece(id);
-        if (piece.size() > kMaxPieceBytes) throw BadModel("piece " + std::to_string(id) + " is longer than 4096 bytes");
+        if (piece.size() > kMaxPieceBytes) throw BadModel("piece " + std::to_string(id) + " is longer than " + std::to_string(kMaxPieceBytes) + " bytes");
         switch (vocabulary.types[id]) {
             case kNormal:
                 if (piece.empty()) throw BadModel("piece " + std::to_string(id) + " is empty");
@@ -137,7 +139,7 @@ Model::Model(const Vocabulary& vocabulary)
                 break;
             case kByte:
                 byte_ids[byte_of(piece, id)] = id;
-                bytes++;
+                bytes.insert(piece);
                 break;
             case kControl:
                 break;
@@ -146,7 +148,7 @@ Model::Model(const Vocabulary& vocabulary)
         }
     }
     if (unknowns != 1) throw BadModel(std::to_string(unknowns) + " unknown pieces");
-    if (bytes != (byte_fallback ? 256 : 0)) throw BadModel(std::to_string(bytes) + " byte pieces");
+    if (bytes.size() != (byte_fallback ? 256u : 0u)) throw BadModel(std::to_string(bytes.size()) + " byte pieces");
 
     std::vector<std::vector<Character>> spelled(size);
     std::vector<uint64_t> pairs;

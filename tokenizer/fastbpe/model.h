@@ -21,7 +21,7 @@ using Symbol = uint32_t;
 constexpr Symbol kNoPiece = 0x80000000;
 constexpr uint32_t kNoRank = 0xFFFFFFFF;
 constexpr uint32_t kMaxVocabulary = 1u << 24;
-constexpr size_t kMaxPieceBytes = 4096;  // building takes time quadratic in the length of a piece
+constexpr size_t kMaxPieceBytes = 1024;  // building takes time quadratic in the length of a piece
 
 // Numbers as in SentencePiece's model file.
 enum PieceType : uint8_t { kNormal = 1, kUnknown = 2, kControl = 3, kByte = 6 };

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections import Counter
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -313,6 +314,35 @@ def test_every_prefix_is_less_than_one_sample_from_every_share(slots: list[int])
     for number, count in enumerate(slots):
         given = np.cumsum(schedule == number)
         assert np.abs(given * period - lengths * count).max() < period
+
+
+FIFTY = {f"s{number:02}": 1 + (number * 37) % 50 for number in range(50)}
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [{"a": 0.001, "b": 0.999}, {"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}, FIFTY, {"a": 0.7, "b": 0.2, "c": 0.1}],
+    ids=["0.001 and 0.999", "three thirds", "50 sources", "7 2 1"],
+)
+@pytest.mark.parametrize("first_sample", [0, 1001])
+def test_counts_of_every_prefix_of_a_stage_are_within_one_sample_of_the_share(
+    weights: dict[str, float], first_sample: int
+) -> None:
+    """The share as a fraction, through `counts` and `locate`, for over two periods, also behind another stage."""
+    tokens = dict.fromkeys([*weights, "other"], 9 * 50 + 1)
+    before = [Stage(0, {"other": 2, next(iter(weights)): 1})] if first_sample else []
+    order = SampleOrder(seed=5, seq_len=9, tokens=tokens, stages=[*before, Stage(first_sample, weights)])
+    exact = {name: Fraction(str(weight)).limit_denominator(10**9) for name, weight in weights.items()}
+    shares = {name: weight / sum(exact.values()) for name, weight in exact.items()}
+    samples = 2 * sum(integer_weights(weights).values()) + 7
+    given = order.counts(first_sample)
+    seen = Counter(dict.fromkeys(tokens, 0))
+    for length in range(1, samples + 1):
+        seen[order.locate(first_sample + length - 1).source] += 1
+        assert all(abs(seen[name] - share * length) < 1 for name, share in shares.items()), length
+        if length % 101 == 0 or length < 60:
+            after = order.counts(first_sample + length)
+            assert {name: after[name] - given[name] for name in tokens} == seen
 
 
 # ---------------------------------------------------------------- samples

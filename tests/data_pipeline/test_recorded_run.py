@@ -1,0 +1,313 @@
+"""What did step N train on? Asked of a run's own files, held against the batches that the loader gives."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_pipeline.__main__ import main
+from data_pipeline.loader import Loader
+from data_pipeline.order import SampleOrder, Stage
+from data_pipeline.recorded_run import read_run
+from data_pipeline.shards import Collection, DataFormatError, TokenStream
+from tests.data_pipeline.conftest import SmallCollection
+from tokenizer.codec import Codec
+
+SEQ_LEN, BATCH, MICRO, STEPS = 64, 6, 2, 20
+RECIPE = """
+seed = 11
+[model]
+seq_len = 64
+[data]
+path = "{path}"
+tokenizer = "unused"
+[[data.stages]]
+from_tokens = 0
+weights = {{ lines = 3.0, files = 1.0 }}
+[[data.stages]]
+from_tokens = 3200
+weights = {{ files = 1.0 }}
+[batch]
+global_batch_size = 6
+micro_batch_size = 2
+[schedule]
+max_steps = 60
+"""
+
+
+@dataclass(frozen=True)
+class MadeRun:
+    path: Path
+    order: SampleOrder
+    collection: Collection
+
+
+@pytest.fixture
+def made(small: SmallCollection, tmp_path: Path) -> MadeRun:
+    """A run directory as pretrain leaves it behind step 20: a checkpoint of step 18, records of all steps."""
+    collection = small.collection
+    tokens = {name: source.splits["train"].tokens for name, source in collection.sources.items()}
+    stages = [Stage(0, {"lines": 3, "files": 1}), Stage(50, {"files": 1})]
+    order = SampleOrder(seed=11, seq_len=SEQ_LEN, tokens=tokens, stages=stages)
+    run = tmp_path / "run"
+    checkpoint = run / "checkpoints" / "step-00000018"
+    checkpoint.mkdir(parents=True)
+    (run / "recipe.toml").write_text(RECIPE.format(path=collection.path))
+    (run / "checkpoints" / "latest").write_text("step-00000018\n")
+    state = {
+        "global_step": 18, "consumed_samples": 18 * BATCH, "tokens_seen": 18 * BATCH * SEQ_LEN,
+        "global_batch_size": BATCH, "order": {**order.describe(), "content_sha256": collection.content_sha256},
+    }  # fmt: skip
+    (checkpoint / "state.json").write_text(json.dumps(state, indent=2))
+    records = [{"kind": "train", "step": step, "loss": 1.0} for step in range(1, STEPS + 1)]
+    lines = [json.dumps(record) for record in [*records, {"kind": "evaluation", "step": 18}]]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + '\n{"kind": "train", "st')
+    return MadeRun(run, order, collection)
+
+
+@pytest.fixture
+def run_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["data_pipeline", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def test_a_run_is_read_from_its_own_files(made: MadeRun) -> None:
+    found = read_run(made.path)
+    assert found.order.describe() == made.order.describe()
+    assert (found.global_batch_size, found.micro_batch_size, found.step, found.max_steps) == (BATCH, MICRO, STEPS, 60)
+    assert found.checked_against == made.path / "checkpoints" / "step-00000018"
+    (made.path / "metrics.jsonl").unlink()
+    assert read_run(made.path).step == 18
+    shutil.rmtree(made.path / "checkpoints")
+    bare = read_run(made.path)
+    assert (bare.step, bare.checked_against) == (0, None)
+
+
+def test_a_long_record_is_read_from_its_end(made: MadeRun) -> None:
+    with (made.path / "metrics.jsonl").open("w") as file:
+        for step in range(1, 5001):
+            file.write(json.dumps({"kind": "train", "step": step, "loss": 1 / 3}) + "\n")
+    assert read_run(made.path).step == 5000
+
+
+# ---------------------------------------------------------------- trace --step
+
+
+@pytest.mark.parametrize("step", [1, 8, 9, 20])
+def test_a_step_lists_what_its_batches_held(
+    made: MadeRun, small: SmallCollection, codec: Codec, run_command: Callable, step: int
+) -> None:
+    """Steps 8 and 9 lie on both sides of the second stage's beginning. Three ranks read the step, two rows each."""
+    code, out, err = run_command("trace", made.path, "--step", step, "--json")
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    assert (told["run_step"], told["reached"], told["step"]) == (STEPS, True, step)
+    by_sample: dict[int, list[dict[str, Any]]] = {}
+    for one in told["reads"]:
+        by_sample.setdefault(one["sample"], []).append(one)
+    streams = {name: TokenStream(source.splits["train"]) for name, source in made.collection.sources.items()}
+    eos, seen = codec.eos_id, []
+    for rank in range(3):
+        with Loader(
+            made.order, streams, rank=rank, world_size=3, micro_batch_size=MICRO, gradient_accumulation_steps=1,
+            first_sample=(step - 1) * BATCH,
+        ) as loader:  # fmt: skip
+            batch = next(loader)
+        for row, sample in enumerate(batch.samples.tolist()):
+            window = np.append(batch.inputs[row], batch.targets[row, -1])
+            parts = np.split(window, np.flatnonzero(window == eos) + 1)
+            parts = [part for part in parts if len(part)]
+            assert [one["stop"] - one["start"] for one in by_sample[sample]] == [len(part) for part in parts]
+            for one, part in zip(by_sample[sample], parts, strict=True):
+                assert one["text"] == codec.decode(part[part != eos])
+                assert one["step"] == step
+                stored = small.documents[one["source"]]["train"][one["document"]]
+                assert (one["file"], one["position"]) == (stored.path, stored.position)
+            seen.append(sample)
+    assert sorted(seen) == sorted(by_sample) == list(range((step - 1) * BATCH, step * BATCH))
+
+
+def test_a_step_is_shown_for_people(made: MadeRun, small: SmallCollection, run_command: Callable) -> None:
+    code, out, _ = run_command("trace", made.path, "--step", 3)
+    assert code == 0
+    assert out.startswith(f"{made.path}, step 3: samples 12 to 17\n──── step 3, sample 12: ")
+    assert any(f"{path}:" in out for path in small.inputs.rglob("*.*"))
+    _, places, _ = run_command("trace", made.path, "--step", 3, "--no-text", "--no-files")
+    assert all(line.startswith("──── step 3") for line in places.splitlines()[1:])
+    assert str(small.inputs) not in places
+    _, later, _ = run_command("trace", made.path, "--step", 21, "--no-text", "--no-files")
+    assert "step 21: samples 120 to 125 (not reached yet: the run is at step 20)" in later
+    shutil.rmtree(made.path / "checkpoints")
+    code, _, err = run_command("trace", made.path, "--step", 1, "--no-files")
+    assert (code, err) == (0, f"{made.path}: no checkpoint yet, so only the recipe says what it reads\n")
+
+
+def test_files_that_are_gone_are_said_so_and_the_text_is_still_there(
+    made: MadeRun, small: SmallCollection, run_command: Callable, tmp_path: Path
+) -> None:
+    shutil.move(small.inputs, tmp_path / "moved")
+    try:
+        code, out, _ = run_command("trace", made.path, "--step", 2, "--json")
+    finally:
+        shutil.move(tmp_path / "moved", small.inputs)
+    assert code == 0
+    for one in json.loads(out)["reads"]:
+        assert one["text"]
+        assert one["file"] is None
+        assert "cannot be read" in one["lost"]
+
+
+# ---------------------------------------------------------------- trace --doc
+
+
+def test_steps_and_documents_agree(made: MadeRun, run_command: Callable) -> None:
+    """Every read of a source that the steps tell of is told of its document too, and nothing else is."""
+    quickly = ("--json", "--no-files", "--no-text")
+    forwards, backwards = [], []
+    for step in range(1, STEPS + 1):
+        _, out, _ = run_command("trace", made.path, "--step", step, *quickly)
+        forwards += [one for one in json.loads(out)["reads"] if one["source"] == "files"]
+    for number in range(made.collection.sources["files"].splits["train"].documents):
+        _, out, _ = run_command("trace", made.path, "--doc", f"files:{number}", *quickly)
+        told = json.loads(out)
+        assert (told["source"], told["document"], told["steps"]) == ("files", number, STEPS)
+        backwards += told["reads"]
+    for reads in (forwards, backwards):
+        reads.sort(key=lambda one: (one["sample"], one["document"]))
+    assert backwards == forwards
+    assert len(forwards) > 60
+
+
+def test_steps_still_to_come_can_be_asked_for(made: MadeRun, run_command: Callable) -> None:
+    counts = {}
+    for steps in (0, STEPS, 200):
+        _, out, _ = run_command("trace", made.path, "--doc", "files:2", "--steps", steps, "--json", "--no-files")
+        told = json.loads(out)
+        counts[steps] = len(told["reads"])
+        assert all(one["step"] <= steps for one in told["reads"])
+    assert counts[0] == 0
+    assert counts[200] > counts[STEPS]
+    _, out, _ = run_command("trace", made.path, "--doc", "files:2", "--steps", 200, "--no-files", "--no-text")
+    assert out.startswith(f"{made.path}, steps 1 to 200: document files:2 was read {counts[200]} times\n")
+
+
+# ---------------------------------------------------------------- verify --epoch --run
+
+
+def test_the_epochs_of_a_run_are_counted_to_its_last_step(made: MadeRun, run_command: Callable) -> None:
+    code, out, _ = run_command("verify", made.collection.path, "--epoch", "--run", made.path, "--json")
+    assert code == 0
+    counts = made.order.counts(60 * BATCH)
+    for one in json.loads(out)["epoch"]:
+        assert one["epochs"] * one["windows"] + one["windows_begun"] == counts[one["source"]]
+    _, out, _ = run_command("verify", made.collection.path, "--epoch", "--seq-len", SEQ_LEN)
+    windows = made.order.windows["lines"]
+    assert f"epoch: 4 ranks, lines: 1 whole epochs of {windows:,} windows, each window once\n" in out
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def edit_state(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = run / "checkpoints" / "step-00000018" / "state.json"
+    state = json.loads(path.read_text())
+    change(state)
+    path.write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda state: state["order"].update(seed=12), "seed was 12 and is now 11"),
+        (lambda state: state["order"].update(content_sha256="ab" * 32), "other tokens than this run reads"),
+        (lambda state: state["order"]["sources"]["files"].update(tokens=5), "sources.files.tokens was 5"),
+        (lambda state: state["order"]["stages"][1].update(first_sample=49), "stages"),
+        (lambda state: state.update(global_batch_size=8), "a global batch of 8, recipe.toml 6"),
+        (lambda state: state.update(order=3), "missing or damaged"),
+        (lambda state: state.pop("consumed_samples"), "damaged"),
+    ],
+)
+def test_data_that_is_not_the_runs_is_refused(
+    made: MadeRun, run_command: Callable, change: Callable[[dict[str, Any]], None], words: str
+) -> None:
+    edit_state(made.path, change)
+    for arguments in (("--step", 1), ("--doc", "files:0")):
+        code, out, err = run_command("trace", made.path, *arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert words in err
+
+
+def test_stages_still_to_come_may_have_changed(made: MadeRun) -> None:
+    recipe = made.path / "recipe.toml"
+    more = "[[data.stages]]\nfrom_tokens = 128000\nweights = { lines = 1.0 }\n[batch]"
+    recipe.write_text(recipe.read_text().replace("[batch]", more))
+    assert len(read_run(made.path).order.describe()["stages"]) == 3
+    recipe.write_text(recipe.read_text().replace("128000", "3840"))
+    with pytest.raises(DataFormatError, match="not what this run reads"):
+        read_run(made.path)
+
+
+def test_a_collection_that_moved_can_be_named(made: MadeRun, tmp_path: Path, run_command: Callable) -> None:
+    recipe = made.path / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace(str(made.collection.path), "data/elsewhere"))
+    code, _, err = run_command("trace", made.path, "--step", 1)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "data/elsewhere: no such folder" in err
+    code, out, _ = run_command("trace", made.path, "--step", 1, "--data", made.collection.path, "--json")
+    assert (code, json.loads(out)["collection"]) == (0, str(made.collection.path))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ([], "say --step N or --doc"),
+        (["--step", "1", "--doc", "files:0"], "one of the two"),
+        (["--step", "0"], "--step"),
+        (["--doc", "files"], "say SOURCE:D"),
+        (["--doc", "files:-1"], "say SOURCE:D"),
+        (["--doc", "fr:0"], "no source is called 'fr'"),
+        (["--doc", "files:100000"], "document 100000 does not exist"),
+    ],
+)
+def test_a_question_that_makes_no_sense_is_one_line(
+    made: MadeRun, run_command: Callable, arguments: list[str], words: str
+) -> None:
+    code, out, err = run_command("trace", made.path, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert words in err
+
+
+def test_a_folder_that_is_no_run_is_one_line(made: MadeRun, run_command: Callable, tmp_path: Path) -> None:
+    cases = [(tmp_path / "none", "no such run directory"), (tmp_path, "it has no recipe.toml")]
+    recipe = made.path / "recipe.toml"
+    whole = recipe.read_text()
+    for path, words in cases:
+        code, _, err = run_command("trace", path, "--step", 1)
+        assert (code, err.count("\n"), words in err) == (2, 1, True)
+    for content, words in (
+        (whole + "[", "damaged"), (whole.replace("seed = 11", ""), "is missing"),
+        (whole.replace("lines = 3.0", "fr = 3.0"), "no source is called 'fr'"), ("[data]\npath = 3", "is missing"),
+    ):  # fmt: skip
+        recipe.write_text(content)
+        code, _, err = run_command("trace", made.path, "--step", 1)
+        assert (code, err.count("\n"), words in err) == (2, 1, True), err
+    recipe.write_text(whole)
+    (made.path / "checkpoints" / "latest").write_text("step-00000019\n")
+    code, _, err = run_command("trace", made.path, "--step", 1)
+    assert (code, err.count("\n"), "missing or damaged" in err) == (2, 1, True)

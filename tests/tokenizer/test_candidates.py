@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tokenizer.candidates import Candidate, open_candidate
 from tokenizer.codec import Codec, TokenizerError
@@ -121,6 +121,8 @@ def test_without_byte_pieces_there_is_a_reason_and_unknown_ids(tmp_path: Path, t
 def test_byte_level_pieces_spell_their_bytes(tmp_path: Path) -> None:
     gpt = open_candidate(byte_level(tmp_path / "tokenizer.json"), "gpt")
     assert pieces_of(gpt, "he he😀\n\xa0") == [b"he", b" he", *(bytes([byte]) for byte in "😀\n\xa0".encode())]
+    every = "".join(map(chr, range(0x300)))
+    assert b"".join(pieces_of(gpt, every)) == every.encode()
     assert gpt.decode(list(gpt.encode([TRICKY, ""]))) == [TRICKY, ""]
     assert gpt.no_byte_fallback == "every piece is made of bytes"
     assert gpt.kind == "Hugging Face, BPE, byte level"
@@ -152,6 +154,9 @@ def test_words_that_are_lost_are_unknown(tmp_path: Path) -> None:
 def test_truncation_padding_and_special_ids_are_left_out(tmp_path: Path) -> None:
     path = byte_level(tmp_path / "tokenizer.json")
     tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(["<end>"])
+    end = tokenizer.token_to_id("<end>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A <end>", special_tokens=[("<end>", end)])
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=50)
     tokenizer.save(str(path))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,6 +25,9 @@ from tokenizer.progress import training_progress
 from tokenizer.report import Placed, as_data, judge, remarks, table, total
 from tokenizer.sample import Weighted, check_weight
 from tokenizer.train import DEFAULT_SAMPLE_BYTES, train
+
+if TYPE_CHECKING:
+    from data_pipeline.corpus import Found
 
 PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
 
@@ -40,7 +43,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-TextField = Annotated[str, typer.Option(help="Name of the text field in jsonl and parquet.")]
+TextField = Annotated[str, typer.Option(help="JSON field or column of the text; a.b is field b of object a.")]
+TxtDocuments = Annotated[str, typer.Option(metavar="file|block|line", help="What a document of a .txt file is.")]
+StdinKind = Annotated[str, typer.Option(metavar="KIND", help="What comes on --input -: jsonl, txt, jsonl.gz, …")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A tokenizer folder.")]
 InputFile = Annotated[Path | None, typer.Option("--file", help="Read from this file; - is standard input.")]
@@ -57,7 +62,9 @@ InputFile = Annotated[Path | None, typer.Option("--file", help="Read from this f
 def train_command(
     inputs: Annotated[
         list[str],
-        typer.Option("--input", metavar="PATH[=WEIGHT]", help="File, folder or pattern; =2: counts double."),
+        typer.Option(
+            "--input", metavar="PATH[=WEIGHT]", help="File, folder, pattern, address, hf:NAME or -; =2: counts double."
+        ),
     ],
     vocab_size: Annotated[int, typer.Option(help="Ids of the vocabulary, symbols and the 260 fixed ones included.")],
     out: Annotated[Path, typer.Option(help="Folder to make.")],
@@ -85,7 +92,7 @@ def train_command(
         int, typer.Option(min=1, help="Round the vocabulary up to a multiple by further spare symbols.")
     ] = 1,
     sample_bytes: Annotated[
-        int, typer.Option(help="Train on a random sample of at most this much text; memory is 10 to 20 times as much.")
+        int, typer.Option(help="Train on a random sample of at most this much text; memory is 13 to 27 times as much.")
     ] = DEFAULT_SAMPLE_BYTES,
     seed: Annotated[int, typer.Option(help="Chooses the sample.")] = 0,
     character_coverage: Annotated[
@@ -96,11 +103,13 @@ def train_command(
         int | None, typer.Option(min=1, help="Changes the time only; unigram always takes 8. [default: all]")
     ] = None,
     text_field: TextField = "text",
+    txt_documents: TxtDocuments = "file",
+    stdin_kind: StdinKind = "jsonl",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tokenizer that stands at --out.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a tokenizer from txt, jsonl (plain, .gz, .zst) and parquet files."""
-    sources = [_parse_weighted(value) for value in inputs]
+    """Train a tokenizer from txt, jsonl, Parquet and Arrow files, addresses (s3://…), hf:NAME data sets, or -."""
+    sources = _parse_weighted(inputs, txt_documents, stdin_kind)
     provenance: dict[str, object] = {}
 
     def texts() -> Iterator[Weighted]:
@@ -218,6 +227,8 @@ def report_command(
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a picture: .png, .svg or .pdf.")] = None,
     text_field: TextField = "text",
+    txt_documents: TxtDocuments = "file",
+    stdin_kind: StdinKind = "jsonl",
     as_json: AsJson = False,
 ) -> None:
     """Print how well tokenizers fit texts: bytes per token, byte fallback, vocabulary used, texts changed."""
@@ -225,7 +236,7 @@ def report_command(
 
     if plot is not None:
         check_plot_path(plot)
-    sources = _parse_named(inputs)
+    sources = _parse_named(inputs, txt_documents, stdin_kind)
     candidates = _open_candidates([folder, *(against or [])])
     with _progress("encoding", sources) as on_bytes:
         judged = [judge(candidates, source.name, source.placed(text_field, on_bytes)) for source in sources]
@@ -277,7 +288,7 @@ class _Source:
     """One input and what came out of it."""
 
     name: str
-    files: list[Path]
+    files: list[Found]
     weight: float = 1.0
     documents: int = 0
     text_bytes: int = 0
@@ -290,10 +301,9 @@ class _Source:
 
     def placed(self, text_field: str, on_bytes: Callable[[int], None]) -> Iterator[Placed]:
         """All texts and where they stood; drops are counted by reason, and the first place of each reason is kept."""
-        from data_pipeline.corpus import Dropped, plan_units, read_piece
+        from data_pipeline.corpus import Dropped, read_piece
 
-        pieces = (piece for unit in plan_units(self.files, unit_bytes=2**62) for piece in unit)
-        for item in (item for piece in pieces for item in read_piece(piece, text_field, on_bytes)):
+        for item in (item for piece, _ in self.files for item in read_piece(piece, text_field, on_bytes)):
             if isinstance(item, Dropped):
                 self.dropped[item.reason] += 1
                 self.first_dropped.setdefault(item.reason, f"{item.path}:{item.position} {item.detail}".rstrip())
@@ -307,7 +317,7 @@ class _Source:
         counts.
         """
         return {
-            "name": Path(self.name).name,
+            "name": Path(self.name.partition("?")[0] if "://" in self.name else self.name).name,
             "weight": self.weight,
             "documents": self.documents,
             "text_bytes": self.text_bytes,
@@ -315,30 +325,49 @@ class _Source:
         }
 
 
-def _parse_weighted(value: str) -> _Source:
+def _parse_weighted(values: list[str], txt_documents: str, stdin_kind: str) -> list[_Source]:
     """PATH[=WEIGHT]; a path that exists as written is a path."""
-    from data_pipeline.corpus import find_files
+    sources = []
+    for value in values:
+        path, mark, weight = value.rpartition("=")
+        if not mark or Path(value).exists():
+            path, weight = value, "1"
+        try:
+            number = float(weight)
+        except ValueError:
+            if "://" not in value:
+                raise TokenizerError(
+                    f"--input {value}: {weight!r} is not a weight; write PATH or PATH=NUMBER"
+                ) from None
+            path, number = value, 1.0  # the = of a query
+        check_weight(number)
+        sources.append(_Source(path, _find([path], txt_documents, stdin_kind), number))
+    return _only_one_stdin(sources)
 
-    path, mark, weight = value.rpartition("=")
-    if not mark or Path(value).exists():
-        return _Source(value, find_files(value).files)
-    try:
-        number = float(weight)
-    except ValueError:
-        raise TokenizerError(f"--input {value}: {weight!r} is not a weight; write PATH or PATH=NUMBER") from None
-    check_weight(number)
-    return _Source(path, find_files(path).files, number)
 
-
-def _parse_named(values: list[str]) -> list[_Source]:
+def _parse_named(values: list[str], txt_documents: str, stdin_kind: str) -> list[_Source]:
     """[NAME=]PATH; without a name the path is the name."""
-    from data_pipeline.corpus import find_files
-
     paths: dict[str, list[str]] = {}
     for value in values:
         name, path = _split_name(value)
         paths.setdefault(name or path, []).append(path)
-    return [_Source(name, find_files(of_name).files) for name, of_name in paths.items()]
+    sources = [_Source(name, _find(of_name, txt_documents, stdin_kind)) for name, of_name in paths.items()]
+    return _only_one_stdin(sources)
+
+
+def _find(paths: list[str], txt_documents: str, stdin_kind: str) -> list[Found]:
+    from data_pipeline.corpus import as_txt_documents, find_files, standard_input
+
+    mode = as_txt_documents(txt_documents)
+    return find_files(paths, txt_documents=mode, stdin=standard_input(stdin_kind)).files
+
+
+def _only_one_stdin(sources: list[_Source]) -> list[_Source]:
+    from data_pipeline.corpus import STDIN
+
+    if sum(piece.path == STDIN for source in sources for piece, _ in source.files) > 1:
+        raise TokenizerError("standard input can be read once; give --input - once")
+    return sources
 
 
 def _open_candidates(values: list[str]) -> list[Candidate]:
@@ -355,7 +384,7 @@ def _open_candidates(values: list[str]) -> list[Candidate]:
 def _split_name(value: str) -> tuple[str, str]:
     """NAME=PATH as a pair, the name empty where there is none; a path that exists as written is a path."""
     name, mark, path = value.partition("=")
-    return (name, path) if mark and not Path(value).exists() else ("", value)
+    return (name, path) if mark and "://" not in name and not Path(value).exists() else ("", value)
 
 
 def _print_dropped(sources: list[_Source]) -> None:
@@ -383,7 +412,7 @@ def _read_text(file: Path) -> str:
 @contextmanager
 def _progress(what: str, sources: list[_Source]) -> Iterator[Callable[[int], None]]:
     """Give a function that hears how many bytes were read: a bar on a terminal, else a line every ten seconds."""
-    total_bytes = sum(file.stat().st_size for source in sources for file in source.files)
+    total_bytes = sum(facts.size for source in sources for _, facts in source.files)
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import (

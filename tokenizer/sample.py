@@ -9,6 +9,7 @@ mixture that it has not seen. A text under 10 MB that fits is used whole.
 
 from __future__ import annotations
 
+import ctypes
 import heapq
 import random
 from collections.abc import Iterator
@@ -112,10 +113,11 @@ class Sample:
         return [piece for number, piece in enumerate(self.pieces()) if number % step == 0]
 
     def drain(self) -> Iterator[bytes]:
-        """What `pieces` gives, each forgotten as soon as it is given."""
+        """What `pieces` gives, each forgotten as soon as it is given. The system has the memory back at the end."""
         self._heap.sort(key=lambda piece: piece.place, reverse=True)
         while self._heap:
             yield self._heap.pop().content
+        _give_back_memory()
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -155,6 +157,13 @@ class Sample:
         self._left_bytes += len(piece.content)
         while self._left_bytes > HELD_OUT_BYTES:
             self._left_bytes -= len(heapq.heappop(self._left).content)
+
+
+def _give_back_memory() -> None:
+    """glibc keeps what was freed for later, if it is not told that there is no later."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _last_boundary(text: str, start: int, end: int) -> int | None:

@@ -89,7 +89,7 @@ def train(
     because there it would. `provenance` goes into the description as it is when the texts have ended, so that the
     reader of the texts may fill it. `on_notice` hears lines for people: an estimate, what a normalisation loses.
 
-    Memory: `sample_bytes`, and when that has been handed over, 10 to 20 times as much in a process that ends with the
+    Memory: `sample_bytes`, and when that has been handed over, 13 to 27 times as much in a process that ends with the
     training. Raises TokenizerError: no text, a lone surrogate, a vocabulary that the text can't fill or that can't
     hold its alphabet, an occupied `out`, a training that failed or was killed. Nothing is written before the model is
     whole and has passed its self-test.

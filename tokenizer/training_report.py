@@ -12,9 +12,9 @@ from tokenizer.codec import SPACE_MARK, Codec, TokenizerError
 from tokenizer.report import shown
 
 # Seconds of training for a second of counting the sample's characters, and bytes of memory for a byte of the sample:
-# lowest and highest. Measured on 5 to 100 MB of English, Chinese and code with 8,000 and 32,000 pieces.
-TIME_RATIOS = {"bpe": (15, 60), "unigram": (250, 1000)}
-MEMORY_RATIOS = (10, 20)
+# lowest and highest. Measured on 1 to 100 MB of English, Chinese (the highest) and code, 4,000 to 32,000 pieces.
+TIME_RATIOS = {"bpe": (15, 100), "unigram": (250, 1500)}
+MEMORY_RATIOS = (13, 27)
 BASE_BYTES = 30_000_000
 
 LONGEST = 15
@@ -104,10 +104,12 @@ def estimate(model_type: str, sampled_bytes: int, counting_seconds: float) -> st
 
 
 def duration(seconds: float) -> str:
-    """A length of time for people: 42 s, 5 min, 2.5 h."""
+    """A length of time for people: 42 s, 2.5 min, 40 min, 2.5 h."""
     if seconds < 100:
         return f"{max(seconds, 1):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+    if seconds < 6000:
+        return f"{seconds / 60:.{1 if seconds < 600 else 0}f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 def measure(

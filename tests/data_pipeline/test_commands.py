@@ -101,7 +101,110 @@ def test_inspect_shows_sums_documents_and_windows(
     code, out, _ = run(monkeypatch, capsys, *chosen, "--split", "validation", "--document", 0)
     assert (code, segment["text"] in out, "end of document" in out) == (0, True, True)
     code, out, _ = run(monkeypatch, capsys, *chosen, "--window", 2, "--seq-len", 64, "--json")
-    assert sum(segment["tokens"] for segment in json.loads(out)["segments"]) == 65
+    shown = json.loads(out)["segments"]
+    assert sum(segment["tokens"] for segment in shown) == 65
+    assert all("ids" not in segment for segment in shown)
+
+
+def test_inspect_shows_where_documents_begin_end_and_came_from(
+    collection: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A window that holds the end of one document and the beginning of the next, with ids."""
+    chosen = ["inspect", collection, "--source", "en", "--seq-len", 200]
+    lines = corpus_file.read_text().splitlines()
+    for window in range(100):
+        _, out, _ = run(monkeypatch, capsys, *chosen, "--window", window, "--ids", "--json")
+        segments = json.loads(out)["segments"]
+        if len(segments) > 1:
+            break
+    assert [segment["ended"] for segment in segments] == [True] * (len(segments) - 1) + [segments[-1]["ended"]]
+    assert [segment["begins"] for segment in segments[1:]] == [True] * (len(segments) - 1)
+    for segment in segments:
+        file, _, position = segment["place"].rpartition(":")
+        assert file == str(corpus_file)
+        assert segment["text"] in json.loads(lines[int(position) - 1])["text"]
+        assert len(segment["ids"]) == segment["tokens"]
+        assert (segment["ids"][-1] == 2) == segment["ended"]
+    _, out, _ = run(monkeypatch, capsys, *chosen, "--window", window, "--ids")
+    first, second = segments[:2]
+    assert f"──── document {second['document']}, {second['place']}, {second['tokens']} tokens ────" in out
+    assert f"──── ids ────\n{' '.join(map(str, first['ids']))}\n──── end of document (EOS) ────" in out
+    moved = tmp_path / "moved"
+    shutil.move(corpus_file, moved)
+    _, out, _ = run(monkeypatch, capsys, *chosen, "--window", window)
+    _, without, _ = run(monkeypatch, capsys, *chosen, "--window", window, "--no-files")
+    shutil.move(moved, corpus_file)
+    assert f"source unknown: {corpus_file}" in out
+    assert "No such file or directory" in out
+    assert str(corpus_file) not in without
+
+
+def test_inspect_writes_a_card(
+    collection: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card, plot = tmp_path / "card.md", tmp_path / "pictures" / "lengths.png"
+    plot.parent.mkdir()
+    code, out, _ = run(monkeypatch, capsys, "inspect", collection, "--card", card, "--plot", plot, "--seq-len", 99)
+    assert (code, "again" in out) == (0, True)
+    text = card.read_text()
+    assert "## Training windows of 99 tokens" in text
+    assert "- en, dropped: 1 null_text" in text
+    assert "![lengths of documents](pictures/lengths.png)" in text
+    assert plot.stat().st_size > 5000
+    assert {path.name for path in tmp_path.iterdir()} == {"card.md", "pictures"}
+
+
+def test_verify_samples_and_counts_epochs(
+    collection: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    arguments = ["verify", collection, "--sample", 9, "--epoch", "--seq-len", 32]
+    code, out, _ = run(monkeypatch, capsys, *arguments)
+    assert code == 0
+    assert "sample: 9 documents give the stored ids from their source files\n" in out
+    assert out.count("each window once") == 8
+    _, out, _ = run(monkeypatch, capsys, *arguments, "--json")
+    report = json.loads(out)
+    assert (report["sample"], len(report["epoch"])) == ({"documents_equal": 9}, 8)
+    kept = tmp_path / "kept"
+    shutil.copy2(corpus_file, kept)
+    corpus_file.write_text(corpus_file.read_text().replace("import", "IMPORT"))
+    code, out, err = run(monkeypatch, capsys, *arguments)
+    shutil.move(kept, corpus_file)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"0 documents equal their source, but 9 cannot be compared: {corpus_file} has changed" in err
+
+
+def test_convert_there_and_back(
+    collection: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    code, out, _ = run(monkeypatch, capsys, "convert", collection, "--to", "llmc", "--out", tmp_path / "l")
+    assert code == 0
+    assert f"{tmp_path / 'l' / 'en_train_000000.bin'}  " in out
+    back = ["convert", "--from", "llmc", "--tokenizer", tokenizer_folder, "--out", tmp_path / "back"]
+    for name in ("en", "again"):
+        back += [
+            "--train",
+            f"{name}={tmp_path}/l/{name}_train_*.bin",
+            "--validation",
+            f"{name}={tmp_path}/l/{name}_val_*",
+        ]
+    code, out, _ = run(monkeypatch, capsys, *back)
+    assert code == 0
+    assert f"{tmp_path / 'back'}: written whole" in out
+    sums = []
+    for path in (collection, tmp_path / "back"):
+        _, out, _ = run(monkeypatch, capsys, "inspect", path, "--json")
+        sources = json.loads(out)["sources"]
+        sums.append([[sources[n][s][k] for k in ("tokens", "documents", "text_bytes")] for n in ("en", "again")
+                     for s in ("train", "validation")])  # fmt: skip
+    assert sums[0] == sums[1]
+    code, out, _ = run(monkeypatch, capsys, "inspect", tmp_path / "back", "--source", "en", "--document", 0)
+    assert (code, "document 0, converted from llmc token files" in out) == (0, True)
+    code, _, err = run(monkeypatch, capsys, "verify", tmp_path / "back", "--full", "--sample", 3)
+    assert (code, err.count("\n"), "there is no text to read again" in err) == (2, 1, True)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +249,113 @@ def test_inspect_shows_sums_documents_and_windows(
         ),
         (["prepare", "{file}", "--tokenizer", "{tok}", "--out", "{file}/o"], "Not a directory"),
         (["prepare", "{file}", "--tokenizer", "{tok}", "--out", "{made}"], "was begun with"),
+        (["verify", "{made}", "--epoch"], "say --seq-len, or --run"),
+        (["verify", "{made}", "--epoch", "--seq-len", "8", "--run", "{tmp}"], "say --seq-len, or --run"),
+        (["verify", "{made}", "--epoch", "--seq-len", "9" * 9], "no source has the 1,000,000,000 tokens"),
+        (["verify", "{made}", "--epoch", "--run", "{tmp}"], "no recipe.toml"),
+        (["verify", "{made}", "--sample", "0"], "--sample"),
+        (["inspect", "{made}", "--card", "{tmp}/no/card.md"], "No such file"),
+        (["inspect", "{made}", "--plot", "{tmp}/x.bmp"], "a picture is drawn as .png"),
+        (["convert", "{made}", "--out", "{tmp}/o"], "say --to or --from"),
+        (["convert", "{made}", "--to", "gguf", "--out", "{tmp}/o"], "say --to or --from"),
+        (["convert", "{made}", "--to", "megatron", "--from", "llmc", "--out", "{tmp}/o"], "say --to or --from"),
+        (["convert", "--to", "megatron", "--out", "{tmp}/o"], "--to takes a collection"),
+        (["convert", "{tmp}", "--to", "megatron", "--out", "{tmp}/o"], "manifest.json"),
+        (["convert", "{made}", "--to", "megatron", "--out", "{made}"], "exists already"),
+        (["convert", "{made}", "--to", "megatron", "--out", "{file}/o"], "Not a directory"),
+        (["convert", "--from", "llmc", "--out", "{tmp}/o"], "--from needs --train"),
+        (["convert", "--from", "llmc", "--train", "{file}", "--out", "{tmp}/o"], "--from needs --train"),
+        (["convert", "--from", "llmc", "--train", "x={file}", "--tokenizer", "{tok}", "--out", "{tmp}/o"], "magic"),
+        (
+            ["convert", "--from", "llmc", "--train", "x={tmp}/*.bin", "--tokenizer", "{tok}", "--out", "{tmp}/o"],
+            "*.bin",
+        ),
+        (
+            ["convert", "--from", "megatron", "--train", "x={tmp}/n", "--tokenizer", "{tok}", "--out", "{tmp}/o"],
+            "n.bin",
+        ),
+        (
+            [
+                "convert",
+                "--from",
+                "llmc",
+                "--train",
+                "x={file}",
+                "--validation",
+                "y={file}",
+                "--tokenizer",
+                "{tok}",
+                "--out",
+                "{tmp}/o",
+            ],
+            "no --train files",
+        ),
+        (
+            [
+                "convert",
+                "--from",
+                "llmc",
+                "--train",
+                "x={file}",
+                "--validation",
+                "x={file}",
+                "--tokenizer",
+                "{tok}",
+                "--validation-fraction",
+                "0.1",
+                "--out",
+                "{tmp}/o",
+            ],
+            "leave --validation-fraction away",
+        ),
+        (
+            [
+                "convert",
+                "--from",
+                "llmc",
+                "--train",
+                "x={file}",
+                "--tokenizer",
+                "{tok}",
+                "--validation-fraction",
+                "1",
+                "--out",
+                "{tmp}/o",
+            ],
+            "not in [0, 1)",
+        ),
+        (
+            [
+                "convert",
+                "--from",
+                "llmc",
+                "--train",
+                "x={file}",
+                "--tokenizer",
+                "{tok}",
+                "--eos",
+                "both",
+                "--out",
+                "{tmp}/o",
+            ],
+            "--eos is first or last",
+        ),
+        (
+            [
+                "convert",
+                "--from",
+                "megatron",
+                "--train",
+                "x={file}",
+                "--tokenizer",
+                "{tok}",
+                "--eos",
+                "last",
+                "--out",
+                "{tmp}/o",
+            ],
+            "--eos is for files without an index",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(

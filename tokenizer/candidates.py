@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import sentencepiece
 
-from tokenizer.codec import DESCRIPTION_FILE, MODEL_FILE, SPACE_MARK, Codec, TokenizerError
-from tokenizer.model_file import ModelFile, PieceType
+from tokenizer.codec import SPACE_MARK, Codec
+from tokenizer.folder import DESCRIPTION_FILE, MODEL_FILE
+from tokenizer.model_file import ModelFile, PieceType, TokenizerError
+from tokenizer.reference import Reference, split
 
 HUGGING_FACE_FILE = "tokenizer.json"
 
@@ -69,13 +70,25 @@ def open_candidate(path: Path, name: str) -> Candidate:
     )
 
 
-class _Ours(Candidate):
+class _SentencePieceModel(Candidate):
+    """What both kinds have that come as a SentencePiece model file."""
+
+    def __init__(self, path: Path, name: str, maker: str) -> None:
+        self._content = _read(path)
+        try:
+            model = ModelFile.parse(self._content)
+            self.spelling = [_spelling(piece, kind) for piece, kind in zip(model.pieces, model.types, strict=True)]
+        except TokenizerError as error:
+            raise TokenizerError(f"{path}: {error}") from error
+        self.name, self.kind, self.types = name, f"{maker}, {model.model_type}", model.types
+        self.no_byte_fallback = None if model.byte_fallback else "it has no byte pieces"
+
+
+class _Ours(_SentencePieceModel):
     def __init__(self, folder: Path, name: str) -> None:
         self._codec = Codec.load(folder)
-        self.name, self.fingerprint = name, self._codec.fingerprint
-        model = _parse(folder / MODEL_FILE)
-        self.kind = f"ours, {model.model_type}"
-        self.types, self.spelling, self.no_byte_fallback = _vocabulary(model)
+        super().__init__(folder / MODEL_FILE, name, "ours")
+        self.fingerprint = self._codec.fingerprint
 
     def encode(self, texts: Sequence[str]) -> Iterator[Ids]:
         yield from self._codec.encode_documents(texts)
@@ -84,23 +97,19 @@ class _Ours(Candidate):
         return [self._codec.decode(ids) for ids in documents]
 
 
-class _SentencePiece(Candidate):
+class _SentencePiece(_SentencePieceModel):
     def __init__(self, path: Path, name: str) -> None:
-        model = _parse(path)
-        self.name, self.kind = name, f"SentencePiece, {model.model_type}"
-        self.types, self.spelling, self.no_byte_fallback = _vocabulary(model)
-        self._processor = sentencepiece.SentencePieceProcessor()
+        super().__init__(path, name, "SentencePiece")
         try:
-            self._processor.LoadFromSerializedProto(path.read_bytes())
-        except RuntimeError as error:
-            raise TokenizerError(f"{path}: sentencepiece can't use it ({error}); give another model file") from error
+            self._reference = Reference(self._content)
+        except TokenizerError as error:
+            raise TokenizerError(f"{path}: {error}; give another model file") from error
 
     def encode(self, texts: Sequence[str]) -> Iterator[Ids]:
-        for ids in self._processor.encode(list(texts)):
-            yield np.array(ids, dtype=np.uint32)
+        yield from split(*self._reference.encode([text.encode() for text in texts]))
 
     def decode(self, documents: Sequence[Ids]) -> list[str]:
-        texts: list[str] = self._processor.decode([ids.tolist() for ids in documents])
+        texts: list[str] = self._reference.processor.decode([ids.tolist() for ids in documents])
         return texts
 
 
@@ -159,22 +168,13 @@ class _HuggingFace(Candidate):
 _BYTE_PIECES = {f"<0x{value:02X}>": value for value in range(256)}
 
 
-def _vocabulary(model: ModelFile) -> tuple[npt.NDArray[np.uint8], list[bytes], str | None]:
-    """Types, spellings, and why no bytes are counted, of a SentencePiece model."""
-    spelling = [piece.replace(SPACE_MARK, " ").encode() for piece in model.pieces]
-    for token_id in np.flatnonzero(model.types == PieceType.BYTE):
-        piece = model.pieces[token_id]
-        if piece not in _BYTE_PIECES:
-            raise TokenizerError(f"piece {token_id} is {piece!r} and should spell a byte; restore or retrain the model")
-        spelling[token_id] = bytes([_BYTE_PIECES[piece]])
-    return model.types, spelling, None if model.byte_fallback else "it has no byte pieces"
-
-
-def _parse(path: Path) -> ModelFile:
-    try:
-        return ModelFile.parse(_read(path))
-    except TokenizerError as error:
-        raise TokenizerError(f"{path}: {error}") from error
+def _spelling(piece: str, kind: int) -> bytes:
+    """What a piece of a SentencePiece model stands for."""
+    if kind != PieceType.BYTE:
+        return piece.replace(SPACE_MARK, " ").encode()
+    if piece not in _BYTE_PIECES:
+        raise TokenizerError(f"a piece for a byte is called {piece!r}; restore or retrain the model")
+    return bytes([_BYTE_PIECES[piece]])
 
 
 def _read(path: Path) -> bytes:

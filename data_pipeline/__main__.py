@@ -37,7 +37,9 @@ _PREPARE_EXAMPLES = """\b
 Examples:
   python -m data_pipeline prepare --input en=books.jsonl.zst --input zh=chinese/ --tokenizer tokenizers/x --out data/x
   python -m data_pipeline prepare --input 'code=src/**/*.txt' --tokenizer tokenizers/x --out data/code --workers 8
-"""
+  python -m data_pipeline prepare --input web=hf:HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer tokenizers/x --out data/web
+  zcat crawl.jsonl.gz | python -m data_pipeline prepare --input crawl=- --tokenizer tokenizers/x --out data/crawl
+"""  # noqa: E501
 _VERIFY_EXAMPLES = """\b
 Examples:
   python -m data_pipeline verify data/x
@@ -74,7 +76,9 @@ def prepare_command(
     input: Annotated[
         list[str] | None,
         typer.Option(
-            "--input", metavar="[NAME=]PATH", help="File, folder or pattern; one NAME is one source. May be repeated."
+            "--input",
+            metavar="[NAME=]PATH",
+            help="File, folder, pattern, address, hf:NAME or -; one NAME is one source. May be repeated.",
         ),
     ] = None,
     more: Annotated[list[str] | None, typer.Argument(metavar="[[NAME=]PATH]...", help="Further inputs.")] = None,
@@ -82,7 +86,15 @@ def prepare_command(
     validation_fraction: Annotated[
         float, typer.Option(help="Share of documents held out, by hash of the text.")
     ] = 0.02,
-    text_field: Annotated[str, typer.Option(help="JSON field or Parquet column of the text.")] = "text",
+    text_field: Annotated[
+        str, typer.Option(help="JSON field or column of the text; a.b is field b of object a.")
+    ] = "text",
+    txt_documents: Annotated[
+        str, typer.Option(metavar="file|block|line", help="What a document of a .txt file is; blank lines part blocks.")
+    ] = "file",
+    stdin_kind: Annotated[
+        str, typer.Option(metavar="KIND", help="What comes on --input -: jsonl, txt, jsonl.gz, parquet, …")
+    ] = "jsonl",
     min_chars: Annotated[int, typer.Option(help="Drop documents of fewer characters.")] = 0,
     max_chars: Annotated[int | None, typer.Option(help="Drop documents of more characters.")] = None,
     unit_bytes: Annotated[int, typer.Option(help="Input bytes of one unit of work, and so of one shard.")] = 64 << 20,
@@ -91,13 +103,18 @@ def prepare_command(
 ) -> None:
     """Make token files out of text: one data set a source, split in train and validation.
 
-    Reads .txt (a document a file), .jsonl, .jsonl.gz, .jsonl.zst (a document a line) and .parquet (a row). The same
-    command continues after any interruption, and the result is the same to the byte for any number of workers.
+    Reads .txt, .jsonl and .ndjson (also .gz, .zst, .xz, .bz2), .parquet and .arrow files, folders that `datasets`
+    saved, addresses that fsspec opens (s3://, hf://, https://), data sets by name (hf:NAME[@REVISION][:CONFIG[:SPLIT]])
+    and standard input (-). The same command continues after any interruption, and the result is the same to the byte
+    for any number of workers.
     """
+    from data_pipeline.corpus import as_txt_documents
     from data_pipeline.inspection import summarize
     from data_pipeline.prepare import Options, parse_inputs, prepare
 
-    options = Options(text_field, validation_fraction, min_chars, max_chars, unit_bytes)
+    options = Options(
+        text_field, validation_fraction, min_chars, max_chars, unit_bytes, as_txt_documents(txt_documents)
+    )
     report = prepare(
         parse_inputs([*(input or []), *(more or [])]),
         tokenizer,
@@ -105,6 +122,7 @@ def prepare_command(
         options,
         workers=workers or _available_cpus(),
         strict=strict,
+        stdin_kind=stdin_kind,
     )
     result = {
         **summarize(report.collection),
@@ -363,14 +381,18 @@ def convert_command(
         if path is not None or not train or tokenizer is None:
             raise DataFormatError("--from needs --train [NAME=]PATH and --tokenizer, and takes no DIR")
         collection = import_tokens(
-            form, parse_inputs(train), parse_inputs(validation) if validation else {}, tokenizer, out,
-            eos=place, validation_fraction=validation_fraction,
+            form, _as_paths(parse_inputs(train)), _as_paths(parse_inputs(validation) if validation else {}),
+            tokenizer, out, eos=place, validation_fraction=validation_fraction,
         )  # fmt: skip
         if json_output:
             _print_json(summarize(collection))
             return
         _print_summary(collection)
     print(f"{out}: written whole, {time.monotonic() - began_at:.1f} s")
+
+
+def _as_paths(inputs: dict[str, list[Path | str]]) -> dict[str, list[Path]]:
+    return {name: [Path(place) for place in places] for name, places in inputs.items()}
 
 
 def _count_epochs(collection: Collection, run: Path | None, seq_len: int, seed: int) -> list[dict[str, Any]]:

@@ -9,20 +9,18 @@ have the SHA-256 that they had then.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import orjson
 
-from data_pipeline.corpus import CorpusError, Dropped, Piece, file_kind, read_piece
+from data_pipeline.corpus import CorpusError, Dropped, Piece, hear_raw, read_piece, recorded_piece
 from data_pipeline.filters import is_validation
 from data_pipeline.shards import LEDGER_NAME, SPLITS, DataFormatError, Source, SplitName
-
-_HASHED_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,13 @@ class _Piece:
     lines_before: int
     drops: int = 0
     dropped: set[int] = field(default_factory=set)  # positions in the file; filled for pieces that are read
+
+    @property
+    def last_line(self) -> float:
+        """The last position that is this piece's: of a file that was not cut, any."""
+        if self.record["stop"] is None:
+            return math.inf
+        return self.lines_before + int(self.record.get("lines", self.record["items"]))
 
     @property
     def documents(self) -> int:
@@ -125,9 +130,10 @@ def _read_unit(source: Source, unit: _Unit) -> Iterator[tuple[SplitName, Origin]
     options = source.manifest["options"]
     for piece in unit.pieces:
         path = piece.record["path"]
-        _refuse_changed(piece.record)
         try:
-            for item in read_piece(_corpus_piece(piece.record), options["text_field"]):
+            corpus_piece = _corpus_piece(piece.record, options)
+            _refuse_changed(corpus_piece, piece.record)
+            for item in read_piece(corpus_piece, options["text_field"]):
                 position = item.position + piece.lines_before
                 if isinstance(item, Dropped) or position in piece.dropped:
                     continue
@@ -137,28 +143,25 @@ def _read_unit(source: Source, unit: _Unit) -> Iterator[tuple[SplitName, Origin]
             raise _GoneError(str(error)) from None
 
 
-def _corpus_piece(record: dict[str, Any]) -> Piece:
-    path = Path(record["path"])
-    kind = file_kind(path)
-    if kind is None:
-        raise _GoneError(f"{path} is of no kind that can be read")
-    return Piece(path, kind, record["start"], record["stop"])
+def _corpus_piece(record: dict[str, Any], options: Mapping[str, Any]) -> Piece:
+    mode = options.get("txt_documents", "file")
+    piece = recorded_piece(record["path"], record["start"], record["stop"], mode)
+    if piece is None:
+        raise _GoneError(f"{record['path']} cannot be read a second time")
+    return piece
 
 
-def _refuse_changed(record: dict[str, Any]) -> None:
-    path, start = Path(record["path"]), record["start"]
-    digest, left = hashlib.sha256(), record["bytes"]
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            while left and (raw := file.read(min(left, _HASHED_AT_ONCE))):
-                digest.update(raw)
-                left -= len(raw)
-            appended = record["stop"] is None and bool(file.read(1))
-    except OSError as error:
-        raise _GoneError(f"{path} cannot be read ({error.strerror})") from None
-    if left or appended or digest.hexdigest() != record["sha256"]:
-        raise _GoneError(f"{path} has changed since it was tokenized")
+def _refuse_changed(piece: Piece, record: dict[str, Any]) -> None:
+    digest, size = hashlib.sha256(), 0
+
+    def hear(raw: bytes) -> None:
+        nonlocal size
+        digest.update(raw)
+        size += len(raw)
+
+    hear_raw(piece, hear)
+    if (size, digest.hexdigest()) != (record["bytes"], record["sha256"]):
+        raise _GoneError(f"{piece.shown} has changed since it was tokenized")
 
 
 # ---------------------------------------------------------------- units, out of manifest and ledger
@@ -200,7 +203,7 @@ def _pieces(source: Source) -> list[_Piece]:
     pieces = []
     for record in source.manifest["provenance"]["files"]:
         pieces.append(_Piece(record, lines[record["path"]]))
-        lines[record["path"]] += record["items"]
+        lines[record["path"]] += record.get("lines", record["items"])
     for piece, _ in _drops(source, pieces):
         piece.drops += 1
     return pieces
@@ -222,5 +225,5 @@ def _drops(source: Source, pieces: list[_Piece]) -> Iterator[tuple[_Piece, int]]
             if entry["kind"] != "dropped":
                 continue
             for piece in by_path.get(entry["path"], ()):
-                if piece.lines_before < entry["position"] <= piece.lines_before + piece.record["items"]:
+                if piece.lines_before < entry["position"] <= piece.last_line:
                     yield piece, entry["position"]

@@ -27,7 +27,7 @@ from typing import Any
 
 import orjson
 
-from data_pipeline.corpus import find_files, plan_units
+from data_pipeline.corpus import STDIN, Found, Place, find_files, is_local, plan_units, standard_input
 from data_pipeline.durable import file_sha256, publish, sync_folder, temporary_name, write_file
 from data_pipeline.shards import (
     COLLECTION_FORMAT,
@@ -45,8 +45,8 @@ from data_pipeline.shards import (
     read_manifest,
     render_manifest,
 )
+from data_pipeline.spool import keep_stdin, spool_folder
 from data_pipeline.unit import (
-    FileFacts,
     Options,
     PrepareError,
     StopWork,
@@ -76,22 +76,24 @@ class PrepareReport:
     seconds: float
 
 
-def parse_inputs(arguments: Sequence[str]) -> dict[str, list[Path]]:
+def parse_inputs(arguments: Sequence[str]) -> dict[str, list[Place]]:
     """`[NAME=]PATH` arguments as paths by source, in the order given. Without NAME the file or folder gives it.
+
+    What is no path of this machine (an address, the name of a data set, `-`) stays a string.
 
     PrepareError: a name that cannot name a folder of the collection.
     """
-    inputs: dict[str, list[Path]] = {}
+    inputs: dict[str, list[Place]] = {}
     unnamed: set[str] = set()
     for argument in arguments:
         name, equals, rest = argument.partition("=")
         if equals and "/" not in name and not Path(argument).exists():
-            path = Path(rest)
+            place: Place = Path(rest) if is_local(rest) else rest
             if not rest:
                 raise PrepareError(f"{argument!r}: the path is missing; say NAME=PATH")
         else:
-            path = Path(argument)
-            name = Path(os.path.abspath(path)).name.split(".")[0]  # noqa: PTH100 - resolve() would follow links
+            place = Path(argument) if is_local(argument) else argument
+            name = _source_name(place)
             if name in inputs:
                 raise PrepareError(f"{argument!r}: there is a source {name!r} already; say NAME=PATH")
             unnamed.add(name)
@@ -101,22 +103,35 @@ def parse_inputs(arguments: Sequence[str]) -> dict[str, list[Path]]:
             )
         if name in unnamed and name in inputs:
             raise PrepareError(f"{argument!r}: another input without a name is called {name!r} already; name both")
-        inputs.setdefault(name, []).append(path)
+        inputs.setdefault(name, []).append(place)
     if not inputs:
         raise PrepareError("no input was given; say --input [NAME=]PATH")
     return inputs
 
 
+def _source_name(place: Place) -> str:
+    """What a source is called whose input has no name of its own."""
+    if isinstance(place, Path):
+        return Path(os.path.abspath(place)).name.split(".")[0]  # noqa: PTH100 - resolve() would follow links
+    address = (
+        place.partition("?")[0] if "://" in place else place.removeprefix("hf:").partition(":")[0].partition("@")[0]
+    )
+    return "stdin" if place == STDIN else address.rstrip("/").rpartition("/")[2].split(".")[0]
+
+
 def prepare(
-    inputs: Mapping[str, Sequence[Path]],
+    inputs: Mapping[str, Sequence[Place]],
     tokenizer: Path,
     out: Path,
     options: Options | None = None,
     *,
     workers: int = 1,
     strict: bool = False,
+    stdin_kind: str = "jsonl",
 ) -> PrepareReport:
     """Make (or finish, or find already whole) the collection `out`: one data set a source, both splits.
+
+    An input `-` is standard input, of kind `stdin_kind`.
 
     Progress goes to stderr. CorpusError, TokenizerError, PrepareError, DataFormatError, OSError: one line each;
     `out` holds no manifest then, and the same command continues where it stopped.
@@ -125,18 +140,25 @@ def prepare(
     options = options or Options()
     if workers < 1:
         raise PrepareError(f"{workers} workers cannot work; take 1 or more")
+    uses_stdin = sum(list(places).count(STDIN) for places in inputs.values())
+    if uses_stdin > 1:
+        raise PrepareError("standard input can be read once; give --input NAME=- once")
     codec = Codec.load(tokenizer)
     _refuse_output_among_inputs(inputs, out)
-    units, plan = _make_plan(inputs, options, codec)
+    units, plan = _make_plan(inputs, options, codec, standard_input(stdin_kind))
     place = Workplace(out)
     _refuse_foreign_folder(place)
     place.state.mkdir(parents=True, exist_ok=True)
+    if uses_stdin:
+        with _only_writer(place):
+            stdin = keep_stdin(place, stdin_kind)
+        units, plan = _make_plan(inputs, options, codec, stdin)
     with _only_writer(place):
         place.receipts.mkdir(exist_ok=True)
         plan = _settle_plan(place, plan)
         if (out / MANIFEST_NAME).exists():
             collection = open_collection(out)
-            shutil.rmtree(place.receipts)
+            _remove_receipts(place)
             return PrepareReport(collection, len(units), len(units), 0, 0, time.monotonic() - began_at)
         _clear_leftovers(place, list(inputs))
         codec.copy_to(out / TOKENIZER_FOLDER)
@@ -149,45 +171,50 @@ def prepare(
                 receipts[unit] = receipt
         _finish(place, units, receipts, plan, codec)
         collection = open_collection(out)
-        shutil.rmtree(place.receipts)
+        _remove_receipts(place)
     return PrepareReport(
         collection, len(units), done_before, counters.text_bytes, counters.tokens, time.monotonic() - began_at
     )
+
+
+def _remove_receipts(place: Workplace) -> None:
+    """What is needed only while a collection is not whole."""
+    shutil.rmtree(place.receipts)
+    if spool_folder(place).exists():
+        shutil.rmtree(spool_folder(place))
 
 
 # ---------------------------------------------------------------- plan
 
 
 def _make_plan(
-    inputs: Mapping[str, Sequence[Path]], options: Options, codec: Codec
+    inputs: Mapping[str, Sequence[Place]], options: Options, codec: Codec, stdin: Found
 ) -> tuple[list[Unit], dict[str, Any]]:
     """All units in order, and the record of everything the output depends on."""
     units: list[Unit] = []
     sources: dict[str, Any] = {}
     for name in sorted(inputs):
-        listing = find_files(inputs[name])
-        facts = {path: FileFacts.of(path) for path in listing.files}
+        listing = find_files(inputs[name], txt_documents=options.txt_documents, stdin=stdin)
+        facts = {piece.path: one for piece, one in listing.files}
         units += [
             Unit(name, number, pieces, tuple(facts[piece.path] for piece in pieces))
             for number, pieces in enumerate(plan_units(listing.files, options.unit_bytes))
         ]
-        sources[name] = {
-            "files": [asdict(one) for one in facts.values()],
-            "ignored": [FileFacts.of(path).path for path in listing.ignored if path.exists()],
-        }
+        sources[name] = {"files": [one.record() for one in facts.values()], "ignored": listing.ignored}
     plan = {
         "format": PLAN_FORMAT,
         "version": FORMAT_VERSION,
         "tokenizer": {"fingerprint": codec.fingerprint, "vocab_size": codec.vocab_size, "eos_id": codec.eos_id},
-        "options": asdict(options),
+        "options": options.record(),
         "sources": sources,
     }
     return units, plan
 
 
-def _refuse_output_among_inputs(inputs: Mapping[str, Sequence[Path]], out: Path) -> None:
+def _refuse_output_among_inputs(inputs: Mapping[str, Sequence[Place]], out: Path) -> None:
     """A folder is read to its bottom: the next run would read what this one wrote."""
-    for folder in (path for paths in inputs.values() for path in paths if path.is_dir()):
+    places = (str(place).removeprefix("file://") for places in inputs.values() for place in places)
+    for folder in (Path(place) for place in places if Path(place).is_dir()):
         if out.resolve().is_relative_to(folder.resolve()):
             raise PrepareError(f"{out}: lies inside the input {folder}; choose an --out outside of it")
 
@@ -217,9 +244,10 @@ def _difference(old: dict[str, Any], new: dict[str, Any]) -> str | None:
     if old["tokenizer"] != new["tokenizer"]:
         was, now = (plan["tokenizer"]["fingerprint"][:12] for plan in (old, new))
         return f"it was begun with tokenizer {was}, not {now}"
-    for option, value in new["options"].items():
-        if old["options"].get(option) != value:
-            return f"it was begun with {option} = {old['options'].get(option)}, not {value}"
+    for option, default in asdict(Options()).items():
+        was, now = (plan["options"].get(option, default) for plan in (old, new))
+        if was != now:
+            return f"it was begun with {option} = {was}, not {now}"
     if old["sources"].keys() != new["sources"].keys():
         return f"it was begun with the sources {', '.join(old['sources'])}, not {', '.join(new['sources'])}"
     for name, source in new["sources"].items():
@@ -232,7 +260,7 @@ def _difference(old: dict[str, Any], new: dict[str, Any]) -> str | None:
         for path, facts in after.items():
             if facts["size"] != before[path]["size"]:
                 return f"{path} changed since it was begun (then {before[path]['size']} bytes, now {facts['size']})"
-            if facts["mtime_ns"] != before[path]["mtime_ns"]:
+            if facts != before[path]:
                 return f"{path} changed since it was begun (it was written to)"
         if list(before) != list(after):
             return f"the files of source {name} were given in another order when it was begun"
@@ -472,7 +500,7 @@ def _merge_ledgers(place: Workplace, name: str, done: Sequence[tuple[Unit, dict[
                             entry["position"] += lines_before[entry["path"]]
                         out.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
                 for piece in receipt["pieces"]:
-                    lines_before[piece["path"]] += piece["items"]
+                    lines_before[piece["path"]] += piece.get("lines", piece["items"])
             out.flush()
             os.fsync(out.fileno())
         record = {"bytes": temporary.stat().st_size, "sha256": file_sha256(temporary)}

@@ -9,14 +9,24 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import orjson
 
-from data_pipeline.corpus import CorpusError, Document, Dropped, Piece, read_piece
+from data_pipeline.corpus import (
+    CorpusError,
+    Document,
+    Dropped,
+    FileFacts,
+    Piece,
+    TxtDocuments,
+    as_txt_documents,
+    count_lines,
+    lines_before,
+    read_piece,
+)
 from data_pipeline.durable import file_sha256, publish, temporary_name, write_file
 from data_pipeline.filters import LengthFilter, Remark, is_validation, losses
 from data_pipeline.shards import (
@@ -50,8 +60,10 @@ class Options:
     min_chars: int = 0
     max_chars: int | None = None
     unit_bytes: int = 64 * 1024 * 1024
+    txt_documents: TxtDocuments = "file"
 
     def __post_init__(self) -> None:
+        as_txt_documents(self.txt_documents)
         if not 0 <= self.validation_fraction < 1:
             raise PrepareError(f"a validation fraction of {self.validation_fraction} is not in [0, 1)")
         if self.unit_bytes < 1:
@@ -72,23 +84,13 @@ class Options:
         except ValueError as error:
             raise PrepareError(str(error)) from None
 
+    def record(self) -> dict[str, Any]:
+        """As manifests keep them. What came later than their first version stands there only where it is chosen."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("txt_documents", "file")}
+
     def length_filter(self) -> LengthFilter:
         """The filter these options ask for."""
         return LengthFilter(self.min_chars, self.max_chars)
-
-
-@dataclass(frozen=True)
-class FileFacts:
-    """What must not change of an input file while work on it goes on, be it over several runs."""
-
-    path: str
-    size: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, path: Path) -> FileFacts:
-        stat = path.stat()
-        return cls(os.fsencode(path).decode("utf-8", "backslashreplace"), stat.st_size, stat.st_mtime_ns)
 
 
 @dataclass(frozen=True)
@@ -205,11 +207,8 @@ class _UnitWork:
         pieces = []
         with self.ledger_path.open("wb") as self.ledger:
             for number, (piece, facts) in enumerate(zip(self.unit.pieces, self.unit.facts, strict=True)):
-                items = self._read(number, piece, facts)
-                pieces.append(
-                    {"path": facts.path, "start": piece.start, "stop": piece.stop, "items": items, **_raw(piece, facts)}
-                )
-                if FileFacts.of(piece.path) != facts:
+                pieces.append(self._read(number, piece, facts))
+                if FileFacts.of(piece) != facts:
                     raise CorpusError(f"{facts.path}: the file changed while it was read; let it rest and start again")
             self._encode()
             self.ledger.flush()
@@ -234,15 +233,16 @@ class _UnitWork:
         for writer in self.writers.values():
             writer.discard()
 
-    def _read(self, number: int, piece: Piece, facts: FileFacts) -> int:
-        """Read one piece to its verified end; returns how many lines, rows or files it held."""
+    def _read(self, number: int, piece: Piece, facts: FileFacts) -> dict[str, Any]:
+        """Read one piece to its verified end; returns its record for the provenance."""
         too_short_or_long = self.options.length_filter()
         items = 0
+        digest = hashlib.sha256()
 
         def hear(count: int) -> None:
             self.progress.add(input_bytes=count)
 
-        for item in read_piece(piece, self.options.text_field, hear):
+        for item in read_piece(piece, self.options.text_field, hear, on_raw=digest.update):
             items += item.position > 0
             if isinstance(item, Dropped):
                 if self.strict:
@@ -257,7 +257,11 @@ class _UnitWork:
                 self.batch_chars += len(item.text)
                 if self.batch_chars >= _BATCH_CHARS or len(self.batch) >= _BATCH_DOCUMENTS:
                     self._encode()
-        return items
+        stop = facts.size if piece.stop is None else piece.stop
+        record = {"path": facts.path, "start": piece.start, "stop": piece.stop, "items": items}
+        if piece.txt_documents == "block" and piece.stop is not None:  # blocks don't say how many lines they are
+            record["lines"] = count_lines(piece)
+        return {**record, "bytes": stop - piece.start, "sha256": digest.hexdigest()}
 
     def _note(self, kind: str, piece: int, item: Document | Dropped, remark: Remark) -> None:
         self.counts[kind][remark.reason] += 1
@@ -288,27 +292,4 @@ class _UnitWork:
 
 def _where(piece: Piece, item: Dropped) -> str:
     """File and line, the line counted from the file's start at the cost of reading up to it."""
-    position = item.position
-    if piece.start:
-        with piece.path.open("rb") as file:
-            position += sum(chunk.count(b"\n") for chunk in _chunks(file, piece.start))
-            file.seek(piece.start - 1)
-            position += file.read(1) != b"\n"
-    return f"{item.path}:{position}"
-
-
-def _raw(piece: Piece, facts: FileFacts) -> dict[str, Any]:
-    """Size and SHA-256 of exactly these bytes of the file, fetched a second time from the system's cache."""
-    stop = facts.size if piece.stop is None else piece.stop
-    digest = hashlib.sha256()
-    with piece.path.open("rb") as file:
-        file.seek(piece.start)
-        for chunk in _chunks(file, stop - piece.start):
-            digest.update(chunk)
-    return {"bytes": stop - piece.start, "sha256": digest.hexdigest()}
-
-
-def _chunks(file: BinaryIO, length: int) -> Iterator[bytes]:
-    while length > 0 and (chunk := file.read(min(length, 1 << 20))):
-        length -= len(chunk)
-        yield chunk
+    return f"{item.path}:{item.position + lines_before(piece)}"

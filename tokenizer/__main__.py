@@ -316,8 +316,10 @@ class _Source:
         """What the tokenizer's description keeps of this input: its name without the place on this machine, and
         counts.
         """
+        from data_pipeline.corpus import shown
+
         return {
-            "name": Path(self.name.partition("?")[0] if "://" in self.name else self.name).name,
+            "name": Path(shown(self.name)).name,
             "weight": self.weight,
             "documents": self.documents,
             "text_bytes": self.text_bytes,

@@ -12,8 +12,8 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from data_pipeline import corpus
 from data_pipeline.corpus import CorpusError, Document, Dropped, find_files, plan_units, read_documents, read_piece
+from data_pipeline.readers import items as items_module
 from tests.data_pipeline.conftest import CHINESE, ODD_TEXTS, real_texts
 
 
@@ -115,7 +115,7 @@ def test_a_long_line_is_read_and_one_past_the_limit_is_dropped_unread(
     path = tmp_path / "a.jsonl"
     path.write_bytes(jsonl(["first", word, "last"]))
     assert texts_of(read(path)) == ["first", word, "last"]
-    monkeypatch.setattr(corpus, "MAX_DOCUMENT_BYTES", 5_000_000)
+    monkeypatch.setattr(items_module, "MAX_DOCUMENT_BYTES", 5_000_000)
     items = read(path)
     assert texts_of(items) == ["first", "last"]
     assert drops_of(items) == [(2, "too_long")]
@@ -229,14 +229,18 @@ def test_files_come_in_one_order_once(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text('{"text": "x"}')
     listing = find_files(tmp_path)
-    assert [str(file.relative_to(tmp_path)) for file in listing.files] == [
+    assert [str(piece.path.relative_to(tmp_path)) for piece, _ in listing.files] == [
         "a.jsonl", "b/10.txt", "b/2.txt", "b/Z.txt", "b/c/UPPER.TXT",
     ]  # fmt: skip
-    assert [file.name for file in listing.ignored] == ["notes.md"]
-    assert [file.name for file in find_files([tmp_path / "b/2.txt", tmp_path, tmp_path / "b"]).files] == [
+    assert [Path(name).name for name in listing.ignored] == ["notes.md"]
+    assert [piece.path.name for piece, _ in find_files([tmp_path / "b/2.txt", tmp_path, tmp_path / "b"]).files] == [
         "2.txt", "a.jsonl", "10.txt", "Z.txt", "UPPER.TXT",
     ]  # fmt: skip
-    assert [file.name for file in find_files(str(tmp_path / "**/*.txt")).files] == ["10.txt", "2.txt", "Z.txt"]
+    assert [piece.path.name for piece, _ in find_files(str(tmp_path / "**/*.txt")).files] == [
+        "10.txt",
+        "2.txt",
+        "Z.txt",
+    ]
 
 
 def test_input_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
@@ -273,7 +277,7 @@ def test_units_hold_every_line_once(tmp_path: Path) -> None:
         path.write_bytes(b"\xef\xbb\xbf" * rng.randrange(2) + (content.rstrip(b"\n") if trial % 2 else content))
         whole = read(path)
         for unit_bytes in (1 if len(content) < 500 else 37, 1000, 10**9):
-            units = plan_units([path], unit_bytes)
+            units = plan_units(find_files(path).files, unit_bytes)
             heard = 0
 
             def hear(count: int) -> None:

@@ -1,0 +1,90 @@
+"""What every reader gives: one `Document` or one `Dropped` for each line, row, block or file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+MAX_DOCUMENT_BYTES = 256 * 1024 * 1024
+BOM = b"\xef\xbb\xbf"
+BLANKS = b" \t\r"
+
+OnBytes = Callable[[int], None]
+"""Hears how many bytes of a file were consumed since the last call."""
+OnRaw = Callable[[bytes], Any]
+"""Hears exactly the bytes of a piece, each once and in order (a hash's `update`)."""
+
+
+class CorpusError(ValueError):
+    """Input that is missing, of an unknown kind, damaged or cut short. One line: which file, what, what to do."""
+
+
+class Document(NamedTuple):  # made once a line, and twice as quickly as a frozen dataclass
+    """One text and where it stood: file, and line or row counted from 1 (1 for a whole .txt file)."""
+
+    text: str
+    path: str
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """One document that could not be had, and why.
+
+    Reasons: empty_file, empty_text, blank_line, invalid_utf8, nul_byte, bad_json, extra_data, not_an_object,
+    missing_text, null_text, non_string_text, lone_surrogate, too_long.
+    """
+
+    path: str
+    position: int
+    reason: str
+    detail: str = ""
+
+
+def text_or_drop(text: str, path: str, position: int) -> Document | Dropped:
+    """The document, unless there is nothing in it."""
+    return Document(text, path, position) if text else Dropped(path, position, "empty_text")
+
+
+def decode_or_drop(raw: bytes | memoryview, path: str, position: int) -> Document | Dropped:
+    """The document that these bytes spell in UTF-8."""
+    try:
+        return text_or_drop(str(raw, "utf-8"), path, position)
+    except UnicodeDecodeError as error:
+        return Dropped(path, position, "invalid_utf8", f"byte {error.start}: {error.reason}")
+
+
+def too_long(path: str, position: int) -> Dropped:
+    """The drop of a line, block or .txt file past the limit, of which nothing was kept."""
+    return Dropped(path, position, "too_long", f"more than {MAX_DOCUMENT_BYTES} bytes")
+
+
+def printable(detail: str) -> str:
+    """One short line without half characters."""
+    return " ".join(detail.encode("utf-8", "backslashreplace").decode("utf-8").split())[:200]
+
+
+def find_text(record: dict[str, Any], text_field: str, path: str, position: int) -> str | Dropped:
+    """The text of a record, or why there is none.
+
+    `a.b` is the key that is called so, else what `b` finds within the object of key `a`.
+    """
+    value: Any = record
+    rest = text_field
+    while rest not in value:
+        key, dot, after = rest.partition(".")
+        if not dot or key not in value:
+            detail = f"{text_field!r} is not among {', '.join(value)}"
+            return Dropped(path, position, "missing_text", printable(detail))
+        value, rest = value[key], after
+        if not isinstance(value, dict):
+            return _no_text(value, path, position)
+    text = value[rest]
+    return text if isinstance(text, str) else _no_text(text, path, position)
+
+
+def _no_text(value: Any, path: str, position: int) -> Dropped:
+    if value is None:
+        return Dropped(path, position, "null_text")
+    return Dropped(path, position, "non_string_text", f"a JSON {type(value).__name__}")

@@ -1,0 +1,63 @@
+"""Parquet files: a document a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from data_pipeline.readers.columns import column_path, read_column
+from data_pipeline.readers.items import CorpusError, Document, Dropped, OnBytes, OnRaw, printable
+from data_pipeline.readers.places import Piece, open_seekable
+
+_BATCH_ROWS = 256
+_BATCH_BYTES = 32 * 1024 * 1024
+_BUFFER_BYTES = 1 << 20  # column chunks are read through a buffer of this size, not whole
+
+
+def read_parquet(
+    piece: Piece, text_field: str, on_bytes: OnBytes, on_raw: OnRaw | None
+) -> Iterator[Document | Dropped]:
+    """One item a row, a few megabytes at a time whatever the size of the row groups."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with open_seekable(piece, on_raw) as raw:
+            size, told, position = raw.seek(0, 2), 0, 0
+            if size == 0:
+                yield Dropped(piece.shown, 0, "empty_file")
+                return
+            file = parquet.ParquetFile(raw, buffer_size=_BUFFER_BYTES, page_checksum_verification=True)
+            rows = file.metadata.num_rows
+            if rows == 0:
+                yield Dropped(piece.shown, 0, "empty_file", "no rows")
+            names = column_path(file.schema_arrow, text_field)
+            if isinstance(names, str):
+                yield from (Dropped(piece.shown, row, "missing_text", names) for row in range(1, rows + 1))
+                on_bytes(size)
+                return
+            column = ".".join(names)
+            for batch in file.iter_batches(_batch_rows(file.metadata, column), columns=[column]):
+                yield from read_column(batch, names, piece.shown, position)
+                position += batch.num_rows
+                on_bytes(size * position // rows - told)
+                told = size * position // rows
+            if position != rows:
+                raise CorpusError(f"{piece.shown}: {position} rows were read, but the file says {rows}; fetch it again")
+    except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:
+        raise CorpusError(f"{piece.shown}: damaged or not a Parquet file ({printable(str(error))})") from None
+
+
+def _batch_rows(metadata: Any, column: str) -> int:
+    """Rows to decode at a time, fewer where they are long on average in some row group."""
+    fewest = _BATCH_ROWS
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        sizes = [
+            chunk.total_uncompressed_size
+            for chunk in map(group.column, range(group.num_columns))
+            if f"{chunk.path_in_schema}.".startswith(f"{column}.")
+        ]
+        if sum(sizes) > _BATCH_BYTES:
+            fewest = min(fewest, max(group.num_rows * _BATCH_BYTES // sum(sizes), 1))
+    return fewest

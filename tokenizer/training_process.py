@@ -186,12 +186,14 @@ _MILESTONES = {
         (r"\] all chars count=", 0.08, "splitting words"),
         (r"\] Tokenizing input sentences", 0.13, "counting words"),
         (r"\] Done! \d", 0.29, "counting pairs"),
+        (r"\] Completed \d", 0.99, "finishing"),
     ),
     "unigram": (
         (r"\] Normalizing sentences", 0.01, "counting characters"),
         (r"\] Extracting seed", 0.02, "collecting pieces to choose from"),
         (r"\] Initialized \d", 0.18, "counting words"),
         (r"\] Using \d", 0.19, "first round"),
+        (r"\] PruneUnreachable", 0.97, "finishing"),
     ),
 }
 _FIRST_MERGES = 100

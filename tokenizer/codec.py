@@ -15,6 +15,7 @@ Text is text: `</s>` or `<s>` written in a document are ordinary characters. Con
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import multiprocessing
 import sys
@@ -27,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import sentencepiece
 
+from tokenizer.fastbpe.encoder import FastBPE, Unsupported
 from tokenizer.folder import (
     DESCRIPTION_FILE,
     FORMAT,
@@ -92,11 +94,11 @@ class Codec:
         self._files = dict(files)
         model = files[MODEL_FILE]
         try:
-            self._reference = Reference(model)
-            self._model = self._reference.processor
-            self.encoder, self._encoder, self.encoder_note = choose_encoder(model, self._reference, tested=tested)
+            self._reference, self._encoder, self.encoder_note = _encoders(model, tested)
         except TokenizerError as error:
             raise TokenizerError(f"{folder / MODEL_FILE}: {error}") from error
+        self.encoder = "sentencepiece" if self._encoder is self._reference else "fastbpe"
+        self._model = self._reference.processor
         self.vocab_size: int = self._model.vocab_size()
         self.unk_id: int = self._model.unk_id()
         self.bos_id: int = self._model.bos_id()
@@ -148,7 +150,7 @@ class Codec:
 
         Raises TokenizerError for a lone surrogate: such a str has no UTF-8 form.
         """
-        self._say_note()
+        self.say_note()
         ids, _ = self._encode_batch(_Batch(0, [_utf8(text, "text")]))
         plain: list[int] = ids.tolist()
         return [self.bos_id] * bos + plain + [self.eos_id] * eos
@@ -161,12 +163,12 @@ class Codec:
         process. Arrays of one batch may share memory: copy those of which few are kept for long. With `processes`
         above 1 other processes encode (see `tokenizer.workers`): worth it from some ten megabytes of text on.
 
-        Raises TokenizerError: for a lone surrogate, naming the text by its place; when an encoding differs from
-        SentencePiece's; when a process dies. The ids of all texts before come first in the first case only.
+        Raises TokenizerError, for a lone surrogate and when an encoding differs from SentencePiece's naming the text by
+        its place; and when a process dies. Some ids of texts before are not given then.
         """
         if processes < 1:
             raise TokenizerError(f"{processes} processes can't encode; give 1 or more")
-        self._say_note()
+        self.say_note()
         batches = _batches(texts)
         work = self._encode_batch
         for ids, ends in in_processes(work, batches, processes) if processes > 1 else map(work, batches):
@@ -216,7 +218,10 @@ class Codec:
 
     def _encode_batch(self, batch: _Batch) -> tuple[Ids, Ends]:
         """Runs in whatever process encodes. Raises TokenizerError where a document that chance chose differs."""
-        ids, ends = self._encoder.encode(batch.texts)
+        try:
+            ids, ends = self._encoder.encode(batch.texts)
+        except OverflowError as error:  # a text of gigabytes, and so the only one
+            raise TokenizerError(f"text {batch.first}: {error}; split it") from error
         if self._encoder is self._reference:
             return ids, ends
         # A fresh generator each time: no two processes, and no two runs, may choose alike.
@@ -229,8 +234,10 @@ class Codec:
                 raise TokenizerError(f"text {batch.first + place}: {difference(own, right)} {text!a:.200}; {ADVICE}")
         return ids, ends
 
-    def _say_note(self) -> None:
-        """Once a process on stderr, and not in the workers of a process, which has said it."""
+    def say_note(self) -> None:
+        """Say on stderr why SentencePiece itself encodes, if it does. Once in a process; its workers keep silent. The
+        first encoding says it too.
+        """
         note = f"{self.folder}: {self.encoder_note}"
         if self.encoder_note is None or note in _said or multiprocessing.parent_process() is not None:
             return
@@ -248,36 +255,29 @@ class _Batch:
     texts: list[bytes]
 
 
-def choose_encoder(model: bytes, reference: Reference, *, tested: bool) -> tuple[str, Encoder, str | None]:
-    """The encoder for a model: its name, itself, and why it is SentencePiece (or None).
+@functools.lru_cache(maxsize=2)
+def _encoders(model: bytes, tested: bool) -> tuple[Reference, Encoder, str | None]:
+    """SentencePiece and the encoder for a model, and if they are the same, why. A process that loads a model again, or
+    is forked from one that has it, gets them at once.
 
-    Raises TokenizerError when a compiled one fails its self-test (left out for `tested` models).
+    Raises TokenizerError for a damaged model, or when a compiled encoder fails its self-test; `tested`: leave it out.
     """
-    file = ModelFile.parse(model)
-    try:
-        from tokenizer.fastbpe.encoder import FastBPE, Unsupported
-    except ImportError:
-        return "sentencepiece", reference, None
+    reference, file = Reference(model), ModelFile.parse(model)
     try:
         fast = FastBPE.build(file)
     except Unsupported as reason:
-        return "sentencepiece", reference, f"encoded by SentencePiece itself, several times slower: {reason}"
+        return reference, reference, f"encoded by SentencePiece itself, several times slower: {reason}"
     if not tested:
         self_test(fast, reference, file, PROBE_TEXT)
-    return "fastbpe", fast, None
+    return reference, fast, None
 
 
 def _batches(texts: Iterable[str]) -> Iterator[_Batch]:
-    """Batches of BATCH_BYTES, or of one longer text. Raises TokenizerError for a lone surrogate, in its turn."""
+    """Batches of BATCH_BYTES, or of one longer text. Raises TokenizerError for a lone surrogate."""
     batch: list[bytes] = []
     first = size = 0
     for number, text in enumerate(texts):
-        try:
-            raw = _utf8(text, f"text {number}")
-        except TokenizerError:
-            if batch:
-                yield _Batch(first, batch)
-            raise
+        raw = _utf8(text, f"text {number}")
         if batch and size + len(raw) + _BYTES_A_TEXT > BATCH_BYTES:
             yield _Batch(first, batch)
             first, batch, size = number, [], 0

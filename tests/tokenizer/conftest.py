@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tokenizer.codec import Codec
+from tokenizer.fastbpe.encoder import FastBPE
+from tokenizer.model_file import ModelFile
 from tokenizer.train import train
 
 # 道德經, chapters 1, 2, 8 and 11: in the public domain.
@@ -40,3 +44,11 @@ def tokenizer_folder(texts: list[str], tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="session")
 def codec(tokenizer_folder: Path) -> Codec:
     return Codec.load(tokenizer_folder)
+
+
+@pytest.fixture(scope="session")
+def fast() -> Callable[[ModelFile], FastBPE]:
+    """Builds a compiled encoder. Without a compiler there is none to test; with one, a core that isn't built fails."""
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        pytest.skip("no C++ compiler: SentencePiece itself encodes")
+    return FastBPE.build

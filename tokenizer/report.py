@@ -21,7 +21,7 @@ from tokenizer.codec import SPACE_MARK, TokenizerError
 from tokenizer.model_file import PieceType
 
 RENYI_ALPHA = 2.5
-EXAMPLES = 10  # of longest tokens and of pieces never seen
+EXAMPLES = 10  # of tokens: the longest, the most frequent, those never seen
 CHANGED_EXAMPLES = 5
 
 _BATCH_CHARACTERS = 1 << 20
@@ -109,6 +109,11 @@ class Usage:
     def never_seen(self) -> npt.NDArray[np.int64]:
         """The learned pieces that did not occur, lowest id first: of BPE, those learned first."""
         return np.flatnonzero((self.candidate.types == PieceType.NORMAL) & (self.counts == 0))
+
+    def most_frequent(self) -> list[int]:
+        """The ids that occurred most often, which weigh most in the Rényi efficiency."""
+        ranked = np.argsort(-self.counts, kind="stable")[:EXAMPLES]
+        return [token_id for token_id in ranked.tolist() if self.counts[token_id]]
 
     def longest(self) -> list[tuple[int, int]]:
         """(length in characters, id) of the longest tokens that occurred; the more frequent first among equals."""
@@ -269,20 +274,17 @@ def figures(source: Source, usage: Usage) -> dict[str, object]:
         "vocabulary_used": _ratio(learned - len(never_seen), learned),
         "pieces_never_seen": len(never_seen),
         "never_seen_examples": [spelled(candidate, token_id) for token_id in never_seen[:EXAMPLES].tolist()],
-        "longest_tokens": [
-            {
-                "id": token_id,
-                "text": spelled(candidate, token_id),
-                "characters": length,
-                "count": int(usage.counts[token_id]),
-            }
-            for length, token_id in usage.longest()
-        ],
+        "most_frequent_tokens": [_token(usage, token_id) for token_id in usage.most_frequent()],
+        "longest_tokens": [{**_token(usage, token_id), "characters": length} for length, token_id in usage.longest()],
         "renyi_efficiency": renyi_efficiency(usage.counts),
         "round_trip_failures": usage.round_trip_failures,
         "round_trip_examples": [vars(change) for change in usage.changed],
         "space_mark_documents": usage.space_mark_documents,
     }
+
+
+def _token(usage: Usage, token_id: int) -> dict[str, object]:
+    return {"id": token_id, "text": spelled(usage.candidate, token_id), "count": int(usage.counts[token_id])}
 
 
 def spelled(candidate: Candidate, token_id: int) -> str:
@@ -374,7 +376,12 @@ def remarks(whole: Source) -> str:
             ]
         else:
             lines.append(f"  round trips: all {whole.documents} documents came back")
-        lines.append("  longest tokens:")
+        frequent = ", ".join(
+            f"{_shown_token(candidate, token_id)} {usage.counts[token_id] / usage.tokens:.1%}"
+            for token_id in usage.most_frequent()
+        )
+        lines.append(f"  most frequent: {frequent}")
+        lines.append("  longest:")
         lines += [
             f"    {length:5} characters, {usage.counts[token_id]} times: {_shown_token(candidate, token_id)}"
             for length, token_id in usage.longest()

@@ -91,6 +91,8 @@ def test_figures_by_hand() -> None:
         (" ", 1, 2),
         ("a", 1, 1),
     ]
+    frequent = [(one["text"], one["count"]) for one in row["most_frequent_tokens"]]
+    assert frequent == [("ab", 2), (" ", 2), ("\\xa9", 1), ("\\xc3", 1), ("a", 1)]  # é is C3 A9
     shares = np.array([2, 2, 1, 1, 1]) / 7
     assert row["renyi_efficiency"] == pytest.approx(math.log((shares**2.5).sum()) / -1.5 / math.log(264))
     assert (row["unknown_tokens"], row["special_tokens"], row["round_trip_failures"]) == (0, 0, 0)
@@ -317,6 +319,7 @@ def test_tokens_are_shown_in_one_line() -> None:
 def test_longest_tokens_and_those_never_seen_are_listed() -> None:
     said = remarks(toy("ab 道"))
     assert "2 characters, 1 times: 'ab'" in said
+    assert "most frequent: 'ab' 33.3%, '␣' 33.3%, '道' 33.3%\n" in said
     assert "never seen: 3 learned pieces, the first: 'a' 'b' 'never'" in said
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,7 +130,7 @@ def test_every_import_is_declared() -> None:
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = {line.split(">")[0] for line in project["dependencies"]}
+    declared = {re.split(r"[\[>]", line)[0] for line in project["dependencies"]}
     used = {module.split(".")[0] for path in FILES for module, _ in imports(path)}
     foreign = used - set(PACKAGES) - set(sys.stdlib_module_names) - {"__future__"}
     assert foreign <= declared, f"imported but not declared: {foreign - declared}"

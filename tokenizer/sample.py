@@ -91,12 +91,13 @@ class Sample:
         """Text that is not in the sample, at most `HELD_OUT_BYTES`, in the order of the stream: call it once, when all
         has been added.
 
-        It comes from what the sample has no room for. Where there is room for all, a hundredth of at least
-        `MIN_SPARING_BYTES` is taken out of the sample; of less, nothing is. Text that the sample holds too, as a copy
+        It comes from what the sample has no room for. Where that is less than a hundredth of a sample of at least
+        `MIN_SPARING_BYTES`, the rest of the hundredth is taken out of the sample. Text that the sample holds too, as a copy
         or because it weighs more than once, is left out, so the list may be empty.
         """
-        if not self._left and self.sampled_bytes >= MIN_SPARING_BYTES:
-            self.max_bytes = self.sampled_bytes - min(HELD_OUT_BYTES, int(self.sampled_bytes * HELD_OUT_SHARE))
+        wanted = min(HELD_OUT_BYTES, int(self.sampled_bytes * HELD_OUT_SHARE))
+        if self._left_bytes < wanted and self.sampled_bytes >= MIN_SPARING_BYTES:
+            self.max_bytes = self.sampled_bytes - (wanted - self._left_bytes)
             self._evict()
         sampled = {piece.content for piece in self._heap}
         left, self._left = sorted(self._left, key=lambda piece: piece.place), []

@@ -48,6 +48,7 @@ MIN_LEARNED_PIECES = 12
 MAX_VOCAB_SIZE = 1 << 24
 MAX_VOCAB_MULTIPLE = 1 << 16
 DEFAULT_SAMPLE_BYTES = 100_000_000
+MIN_MEASURED_BYTES = 20_000  # less says nothing
 
 REQUIRED_CHARACTERS = " \n\t"
 """They get pieces whatever the corpus holds, so that no layout of a text is ever spelled in bytes."""
@@ -113,6 +114,7 @@ def train(
     started_at = time.monotonic()
     sample = _draw(texts, max_bytes=sample_bytes, seed=seed)
     held_out = sample.hold_out()
+    unseen = sum(map(len, held_out)) >= MIN_MEASURED_BYTES
     sampled_pieces = len(sample)
     read_at = time.monotonic()
     characters = count_characters(sample.pieces(), normalize)
@@ -150,7 +152,7 @@ def train(
         options["control_symbols"] = list(symbols.control)
     if symbols.user:
         options["user_defined_symbols"] = list(symbols.user)
-    to_measure = held_out or sample.some(HELD_OUT_BYTES)
+    to_measure = held_out if unseen else sample.some(HELD_OUT_BYTES)
     digest = hashlib.sha256()
     trained = _train_model(
         _hashed(sample.drain(), digest),
@@ -163,7 +165,7 @@ def train(
     model = _without_threads(trained.model)
     codec = Codec(out, {MODEL_FILE: model})
     _verify(codec, ModelFile.parse(model), symbols, normalize)
-    measurement = measure(codec, to_measure, normalize, unseen=bool(held_out))
+    measurement = measure(codec, to_measure, normalize, unseen=unseen)
 
     report = TrainReport(
         folder=out,

@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tokenizer.codec import TokenizerError
-from tokenizer.sample import MAX_CHARACTERS, MIN_SAMPLE_BYTES, Sample
+from tokenizer.sample import HELD_OUT_BYTES, MAX_CHARACTERS, MIN_SAMPLE_BYTES, MIN_SPARING_BYTES, Sample
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def drawn(texts: list[str], *, max_bytes: int = 10_000_000, seed: int = 0, weight: float = 1.0) -> Sample:
@@ -77,3 +83,101 @@ def test_the_reserved_character_costs_itself_only() -> None:
 def test_senseless_weights_are_refused(weight: float) -> None:
     with pytest.raises(TokenizerError, match="weight"):
         drawn(["x"], weight=weight)
+
+
+# ---------------------------------------------------------------- text not trained on
+
+
+def test_text_beyond_the_sample_is_held_out_and_spreads_over_the_stream() -> None:
+    sample = drawn([f"{number:07d} " + "x" * 92 for number in range(100_000)], max_bytes=1_000_000)
+    held_out = sample.hold_out()
+    trained_on = set(sample.pieces())
+    assert 0.99 * HELD_OUT_BYTES < sum(map(len, held_out)) <= HELD_OUT_BYTES
+    assert not trained_on & set(held_out)
+    numbers = [int(piece[:7]) for piece in held_out]
+    assert numbers == sorted(numbers)
+    for quarter in range(4):
+        assert abs(sum(number // 25_000 == quarter for number in numbers) / len(numbers) - 0.25) < 0.02
+    assert sample.hold_out() == []
+
+
+def test_what_a_small_overflow_leaves_is_held_out_whole() -> None:
+    texts = [f"{number:04d}" * 25 for number in range(1100)]
+    sample = drawn(texts, max_bytes=100_000)
+    assert sorted([*sample.hold_out(), *sample.pieces()]) == [text.encode() for text in texts]
+
+
+def test_copies_of_what_is_trained_on_are_not_held_out() -> None:
+    sample = drawn([f"{number % 10}" * 100 for number in range(5_000)], max_bytes=100_000)
+    assert sample.hold_out() == []
+    sample = drawn([f"{number:04d}" * 25 for number in range(2_000)], max_bytes=200_000, weight=3)
+    trained_on = set(sample.pieces())
+    assert not trained_on & set(sample.hold_out())
+
+
+def test_a_large_text_that_fits_spares_a_hundredth_and_a_small_one_nothing() -> None:
+    texts = [f"{number:06d} " + "x" * 993 for number in range(MIN_SPARING_BYTES // 1000 + 1)]
+    sample = drawn(texts, max_bytes=10**9)
+    held_out = sample.hold_out()
+    assert sum(map(len, held_out)) == pytest.approx(MIN_SPARING_BYTES * 0.01, rel=0.02)
+    assert sorted([*held_out, *sample.pieces()]) == [text.encode() for text in texts]
+    assert sample.sampled_bytes == sum(map(len, sample.pieces()))
+    small = drawn(texts[:-2], max_bytes=10**9)
+    assert small.hold_out() == []
+    assert len(small) == len(texts) - 2
+
+
+def test_holding_out_depends_on_the_seed_alone() -> None:
+    texts = [f"{number}" * 9 for number in range(20_000)]
+    one, again, other = (drawn(texts, max_bytes=200_000, seed=seed).hold_out() for seed in (1, 1, 2))
+    assert one == again != other
+
+
+def test_some_pieces_are_taken_evenly() -> None:
+    sample = drawn([f"{number:05d}" for number in range(10_000)])
+    assert list(sample.some(10**9)) == list(sample.pieces())
+    some = [int(piece) for piece in sample.some(500)]
+    assert some == list(range(0, 10_000, 100))
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_draining_gives_the_sample_once() -> None:
+    sample = drawn([f"{number:05d}" for number in range(50_000)], max_bytes=100_000)
+    pieces = list(sample.pieces())
+    assert list(sample.drain()) == pieces
+    assert (len(sample), list(sample.drain())) == (0, [])
+    assert sample.sampled_bytes == sum(map(len, pieces))
+
+
+BOUNDED = """
+from pathlib import Path
+from tokenizer.sample import Sample
+
+
+def memory(name):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+sample = Sample(max_bytes=20_000_000, seed=0)
+before = memory("VmRSS:")
+for number in range(25_000):
+    sample.add(f"{number:07d} " * 1_250)  # 10 kB each, 250 MB in all
+peak = memory("VmHWM:") - before
+held = len(sample.hold_out())
+for _ in sample.drain():
+    pass
+print(sample.text_bytes, sample.sampled_bytes, peak, memory("VmRSS:") - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_follows_the_sample_and_not_the_corpus() -> None:
+    done = subprocess.run([sys.executable, "-c", BOUNDED], cwd=ROOT, capture_output=True, check=True)
+    text_bytes, sampled_bytes, peak, left = map(int, done.stdout.split())
+    assert text_bytes == 250_000_000
+    assert 19_900_000 < sampled_bytes <= 20_000_000
+    assert 20_000_000 < peak < 45_000_000
+    assert left < 10_000_000

@@ -8,13 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tokenizer.codec import Codec, TokenizerError
-from tokenizer.train import TrainReport, train
+from tokenizer.codec import PROBE_TEXT, Codec, TokenizerError
+from tokenizer.model_file import ModelFile, PieceType
+from tokenizer.sample import Sample
+from tokenizer.train import train
+from tokenizer.training_report import TrainReport
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,16 +81,19 @@ def test_no_text_is_dropped_for_its_length(tmp_path: Path) -> None:
     assert "\u2581zymurgy" in pieces_of(tmp_path / "long")
 
 
-def test_a_word_of_half_a_million_characters_trains(tmp_path: Path) -> None:
-    word = "".join(random.Random(0).choices("ACGT", k=500_000))
-    report = train([word], tmp_path / "dna", vocab_size=400)
-    assert report.cuts == report.cuts_inside_words == 500_000 // 16_384
+@pytest.mark.parametrize("model_type, length", [("bpe", 500_000), ("unigram", 40_000)])
+def test_a_word_of_any_length_trains(model_type: str, length: int, tmp_path: Path) -> None:
+    word = "".join(random.Random(0).choices("ACGT", k=length))
+    report = train([word], tmp_path / "dna", vocab_size=400, model_type=model_type)
+    assert report.cuts == report.cuts_inside_words == length // 16_384
 
 
-def test_a_corpus_without_spaces_still_spells_them(tmp_path: Path) -> None:
-    train(["道可道，非常道。名可名，非常名。"] * 20, tmp_path / "t", vocab_size=275)
+@pytest.mark.parametrize("split", ["documents", "lines"])
+def test_a_corpus_without_a_layout_still_spells_one(split: str, tmp_path: Path) -> None:
+    train(["道可道，非常道。名可名，非常名。"] * 20, tmp_path / "t", vocab_size=275, split=split)
     codec = Codec.load(tmp_path / "t")
-    assert codec.decode(codec.encode("a  b 道 \n ")) == "a  b 道 \n "
+    assert codec.decode(codec.encode("a  b 道 \n\t ")) == "a  b 道 \n\t "
+    assert [codec.piece(token_id) for token_id in codec.encode("道 \n\t")][-3:] == ["\u2581", "\n", "\t"]
 
 
 def test_text_beside_the_trainers_reserved_character_is_learned(tmp_path: Path) -> None:
@@ -96,17 +104,23 @@ def test_text_beside_the_trainers_reserved_character_is_learned(tmp_path: Path) 
     assert codec.decode(codec.encode("\u2585")) == "\u2585"
 
 
-def test_a_vocabulary_too_large_names_the_largest_that_works(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_a_vocabulary_too_large_names_the_largest_that_works(model_type: str, tmp_path: Path) -> None:
     texts = ["the quick brown fox jumps over the lazy dog"] * 3
-    with pytest.raises(TokenizerError, match=r"too large for .* largest possible is") as caught:
-        train(texts, tmp_path / "t", vocab_size=5000)
-    assert "\n" not in str(caught.value)
-    found = re.search(r"possible is (\d+) \(at --character-coverage ([\d.]+)\)", str(caught.value))
+    options: dict[str, Any] = {"model_type": model_type}
+    with pytest.raises(
+        TokenizerError, match=r"^vocabulary of 5000 .* too large for 129 bytes .* largest possible is"
+    ) as e:
+        train(texts, tmp_path / "t", vocab_size=5000, **options)
+    assert "\n" not in str(e.value)
+    found = re.search(r"possible is (\d+) \(at --character-coverage ([\d.]+)\)", str(e.value))
     assert found is not None
-    largest, coverage = int(found[1]), float(found[2])
+    largest = int(found[1])
+    options["character_coverage"] = float(found[2])
     with pytest.raises(TokenizerError, match="too large"):
-        train(texts, tmp_path / "t", vocab_size=largest + 1, character_coverage=coverage)
-    assert train(texts, tmp_path / "t", vocab_size=largest, character_coverage=coverage).vocab_size == largest
+        train(texts, tmp_path / "t", vocab_size=largest + 1, **options)
+    assert list(tmp_path.iterdir()) == []
+    assert train(texts, tmp_path / "t", vocab_size=largest, **options).vocab_size == largest
 
 
 def test_a_vocabulary_too_small_for_its_alphabet_is_refused(tmp_path: Path) -> None:
@@ -141,11 +155,23 @@ def test_no_text_is_refused(texts: list[str], tmp_path: Path) -> None:
         {"vocab_size": 2**31},
         {"vocab_size": 500, "character_coverage": 0.5},
         {"vocab_size": 500, "sample_bytes": 9},
+        {"vocab_size": 500, "model_type": "word"},
+        {"vocab_size": 500, "normalization": "nmt_nfkc"},
+        {"vocab_size": 500, "split": "words"},
+        {"vocab_size": 500, "reserve": -1},
+        {"vocab_size": 500, "reserve": 240},
+        {"vocab_size": 500, "vocab_multiple": 0},
+        {"vocab_size": 500, "control_symbols": ["<s>"]},
+        {"vocab_size": 500, "user_symbols": ["ﬁ"], "normalization": "nfkc"},
     ],
 )
-def test_impossible_options_are_refused(options: dict[str, int], tmp_path: Path) -> None:
+def test_impossible_options_are_refused_before_a_text_is_read(options: dict[str, Any], tmp_path: Path) -> None:
+    def texts() -> Iterator[str]:
+        raise AssertionError("read a text")
+        yield ""
+
     with pytest.raises(TokenizerError, match=r"^[^\n]+$"):
-        train(["text"], tmp_path / "t", **options)
+        train(texts(), tmp_path / "t", **options)
 
 
 def test_a_lone_surrogate_is_refused(tmp_path: Path) -> None:
@@ -185,6 +211,145 @@ def test_provenance_is_kept_as_it_is_when_the_texts_end(tmp_path: Path) -> None:
     assert description["corpus"]["provenance"] == {"inputs": [{"name": "words"}]}
     assert description["corpus"]["documents"] == 50
     assert description["ids"] == {"unk": 0, "bos": 1, "eos": 2, "pad": 3}
+
+
+# ---------------------------------------------------------------- choices
+
+
+def test_unigram_is_lossless_too(texts: list[str], tmp_path: Path) -> None:
+    report = train(texts[:3], tmp_path / "t", vocab_size=900, model_type="unigram")
+    codec = Codec.load(tmp_path / "t")
+    model = ModelFile.parse((tmp_path / "t" / "tokenizer.model").read_bytes())
+    assert (model.model_type, model.byte_fallback, model.has_charsmap) == ("unigram", True, False)
+    assert (report.vocab_size, codec.vocab_size) == (900, 900)
+    assert json.loads((tmp_path / "t" / "description.json").read_text())["type"] == "sentencepiece-unigram"
+    for text in [*texts, PROBE_TEXT, " \n\t  \r\n", "\x00"]:
+        assert codec.decode(codec.encode(text)) == text
+    assert any("\n" in piece and len(piece) > 1 for piece in pieces_of(tmp_path / "t"))
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_nfkc_is_said_to_lose_what_it_loses_and_keeps_the_layout(
+    model_type: str, texts: list[str], tmp_path: Path
+) -> None:
+    notices: list[str] = []
+    lossy = [texts[0], "ｆｕｌｌ　ｗｉｄｔｈ，\tcafe\u0301\n\n  ①\n" * 40]
+    report = train(
+        lossy, tmp_path / "t", vocab_size=600, normalization="nfkc", model_type=model_type, on_notice=notices.append
+    )
+    assert report.changed_pieces == 1
+    assert report.changed_characters["ｌ"] == 80
+    assert sum(report.changed_characters.values()) == 40 * 12
+    assert re.match(
+        r"nfkc does not give .* changes 1 of \d+ texts .* replaces 480 characters \(U\+FF4C ｌ 80", notices[0]
+    )
+    codec = Codec.load(tmp_path / "t")
+    for text in [*lossy, PROBE_TEXT, " \n\t  \r\n \x85\u2028"]:
+        assert codec.decode(codec.encode(text)) == unicodedata.normalize("NFKC", text)
+    description = json.loads((tmp_path / "t" / "description.json").read_text())
+    assert (description["corpus"]["changed_characters"], description["corpus"]["changed_pieces"]) == (480, 1)
+    assert "U+FF4C" in (tmp_path / "t" / "training.md").read_text()
+
+
+def test_identity_warns_of_nothing(texts: list[str], tmp_path: Path) -> None:
+    notices: list[str] = []
+    train(texts[-2:], tmp_path / "t", vocab_size=400, on_notice=notices.append)
+    assert len(notices) == 1
+    assert notices[0].startswith("training on 0.0 MB: about 1 s to ")
+
+
+def test_lines_give_pieces_without_line_breaks(texts: list[str], tmp_path: Path) -> None:
+    reports = {split: train(texts, tmp_path / split, vocab_size=1000, split=split) for split in ("documents", "lines")}
+    assert [piece for piece in pieces_of(tmp_path / "lines") if "\n" in piece] == ["\n"]
+    assert "\t" in pieces_of(tmp_path / "lines")
+    codec = Codec.load(tmp_path / "lines")
+    assert all(codec.decode(codec.encode(text)) == text for text in texts)
+    better = reports["documents"].measurement.bytes_per_token / reports["lines"].measurement.bytes_per_token
+    assert 1.02 < better < 1.2
+    for split in reports:
+        assert json.loads((tmp_path / split / "description.json").read_text())["options"]["split"] == split
+        assert (
+            f"- split: {'whole documents' if split == 'documents' else 'lines'}"
+            in (tmp_path / split / "training.md").read_text()
+        )
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_symbols_have_the_ids_that_are_said(model_type: str, texts: list[str], tmp_path: Path) -> None:
+    spelled = [text.replace("self", "<|user|><think>") for text in texts[:2]]
+    report = train(
+        spelled,
+        tmp_path / "t",
+        vocab_size=701,
+        model_type=model_type,
+        control_symbols=["<|user|>", "<|tool|>"],
+        user_symbols=["<think>", "a,b"],
+        reserve=2,
+        vocab_multiple=64,
+    )
+    spare = [f"<|reserved_{number}|>" for number in range(2 + 3)]
+    names = ["<|user|>", "<|tool|>", *spare, "<think>", "a,b"]
+    expected = {name: token_id for token_id, name in enumerate(names, 4)}
+    assert (report.vocab_size, report.symbols) == (704, expected)
+    description = json.loads((tmp_path / "t" / "description.json").read_text())
+    assert (description["vocab_size"], description["symbols"]) == (704, expected)
+
+    model = ModelFile.parse((tmp_path / "t" / "tokenizer.model").read_bytes())
+    assert model.pieces[4:14] == [*names, "<0x00>"]
+    assert model.types[4:14].tolist() == [PieceType.CONTROL] * 7 + [PieceType.USER_DEFINED] * 2 + [PieceType.BYTE]
+    codec = Codec.load(tmp_path / "t")
+    control = set(range(4, 11))
+    for text in [*spelled, *names, PROBE_TEXT]:
+        ids = codec.encode(text)
+        assert not control & set(ids)
+        assert codec.decode(ids) == text
+    assert codec.encode("x<think>y a,b").count(11) == codec.encode("x<think>y a,b").count(12) == 1
+
+
+def test_a_vocabulary_that_is_a_multiple_stays_as_it_is(texts: list[str], tmp_path: Path) -> None:
+    report = train(texts[:1], tmp_path / "t", vocab_size=640, vocab_multiple=64)
+    assert (report.vocab_size, report.symbols) == (640, {})
+
+
+# ---------------------------------------------------------------- what is reported
+
+
+def test_the_alphabet_is_the_number_of_single_characters_learned(texts: list[str], tmp_path: Path) -> None:
+    marked = [*texts, "literal \u2581 mark"]
+    for split in ("documents", "lines"):
+        report = train(marked, tmp_path / split, vocab_size=1000, split=split)
+        assert report.alphabet == sum(len(piece) == 1 for piece in pieces_of(tmp_path / split)[260:])
+
+
+def test_a_text_that_fits_is_measured_as_it_is(texts: list[str], tmp_path: Path) -> None:
+    report = train(texts[:1], tmp_path / "t", vocab_size=500)
+    pieces = Sample(max_bytes=10**9, seed=0)
+    pieces.add(texts[0])
+    codec = Codec.load(tmp_path / "t")
+    tokens = sum(len(codec.encode(piece.decode())) for piece in pieces.pieces())
+    measured = report.measurement
+    assert (measured.unseen, measured.text_bytes, measured.tokens) == (False, report.sampled_bytes, tokens)
+    assert measured.bytes_per_token == report.sampled_bytes / tokens
+    assert "out of the text trained on" in (tmp_path / "t" / "training.md").read_text()
+
+
+def test_a_text_that_does_not_fit_is_measured_on_what_was_left_out(texts: list[str], tmp_path: Path) -> None:
+    report = train(texts, tmp_path / "t", vocab_size=500, sample_bytes=200_000)
+    assert report.measurement.unseen
+    assert 0 < report.measurement.text_bytes <= report.text_bytes - report.sampled_bytes
+    assert "that the trainer has not seen" in (tmp_path / "t" / "training.md").read_text()
+
+
+def test_a_training_that_is_killed_writes_nothing(texts: list[str], tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"^the training process was killed .* lower --sample-bytes$"):
+        train(texts, tmp_path / "t", vocab_size=1000, on_progress=lambda progress: kill_children())
+    assert list(tmp_path.iterdir()) == []
+
+
+def kill_children() -> None:
+    for children in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        for child in children.read_text().split():
+            os.kill(int(child), signal.SIGKILL)
 
 
 def test_a_training_killed_at_any_moment_leaves_nothing_or_all(texts: list[str], tmp_path: Path) -> None:

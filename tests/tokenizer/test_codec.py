@@ -2,17 +2,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import random
 import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tokenizer.codec import PROBE_TEXT, Codec, TokenizerError
+from tests.tokenizer.plain_bpe import PlainBPE, swap_results
+from tokenizer import codec as codec_module
+from tokenizer.codec import BATCH_BYTES, GUARD_RATE, PROBE_TEXT, Codec, TokenizerError
+from tokenizer.fastbpe.encoder import FastBPE, Unsupported
+from tokenizer.model_file import ModelFile
 from tokenizer.train import train
+
+ROOT = Path(__file__).resolve().parents[2]
 
 SURROGATES = range(0xD800, 0xE000)
 SPELLINGS = ["<s>", "</s>", "<unk>", "<pad>", "<0x0A>", "<|endoftext|>", "[CLS]"]
@@ -194,3 +203,250 @@ def test_a_copy_never_replaces_another_tokenizer(codec: Codec, texts: list[str],
     with pytest.raises(TokenizerError, match="holds a tokenizer already"):
         codec.copy_to(other.folder)
     assert Codec.load(other.folder).fingerprint == other.fingerprint
+
+
+# ---------------------------------------------------------------- streams
+
+
+def test_texts_are_read_as_they_are_needed(codec: Codec) -> None:
+    """A batch ahead and no more, so a corpus never stands in memory."""
+    read = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal read
+        for number in range(60):
+            read += 1
+            yield f"{number} " * (BATCH_BYTES // 20)
+
+    batch = 10  # of such texts, at most
+    for given, ids in enumerate(codec.encode_documents(texts())):
+        assert codec.decode(ids[:20]).startswith(f"{given} ")
+        assert read <= given + 2 * batch
+    assert given == 59
+
+
+def test_batches_have_a_size(codec: Codec) -> None:
+    sizes = [0, 0, 5, 3 * BATCH_BYTES, 0, BATCH_BYTES // 2, BATCH_BYTES // 2, 7, *[0] * 50_000, *[100] * 30_000]
+    batches = list(codec_module._batches("x" * size for size in sizes))
+    assert [len(text) for batch in batches for text in batch.texts] == sizes
+    assert [batch.first for batch in batches] == np.cumsum([0, *(len(batch.texts) for batch in batches[:-1])]).tolist()
+    assert [len(batch.texts) for batch in batches[:3]] == [3, 1, 2]
+    for batch in batches:
+        assert len(batch.texts) == 1 or sum(map(len, batch.texts)) + 64 * len(batch.texts) <= BATCH_BYTES
+
+
+def test_several_processes_give_what_one_gives(codec: Codec, texts: list[str]) -> None:
+    many = [*texts, "", "x" * 2_500_000, *texts] * 2
+    for one, other in zip(codec.encode_documents(many), codec.encode_documents(iter(many), processes=2), strict=True):
+        assert one.dtype == other.dtype == np.uint32
+        assert np.array_equal(one, other)
+
+
+def test_errors_of_texts_name_them_from_other_processes_too(codec: Codec) -> None:
+    texts = ["x" * 400_000] * 20
+    with pytest.raises(TokenizerError, match=r"^text 20: lone surrogate"):
+        list(codec.encode_documents([*texts, "\ud800"], processes=2))
+    with pytest.raises(TokenizerError, match=r"^0 processes"):
+        list(codec.encode_documents(texts, processes=0))
+
+
+# ---------------------------------------------------------------- encoders
+
+
+@pytest.fixture(scope="session")
+def unigram_folder(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "unigram"
+    train([*texts[:3], texts[-1]], folder, vocab_size=600, model_type="unigram")
+    return folder
+
+
+@pytest.fixture
+def fresh(tokenizer_folder: Path, fast: object) -> Iterator[Callable[[], Codec]]:
+    """Loads as a new process would: with a self-test."""
+
+    def load() -> Codec:
+        codec_module._encoders.cache_clear()
+        return Codec.load(tokenizer_folder)
+
+    yield load
+    codec_module._encoders.cache_clear()
+
+
+def mutant_of(model: ModelFile) -> ModelFile:
+    """The merges of `in` and `se` give each other's piece."""
+    return swap_results(model, model.pieces.index("in"), model.pieces.index("se"))
+
+
+def test_the_compiled_encoder_is_used_and_nothing_is_said(
+    fresh: Callable[[], Codec], capfd: pytest.CaptureFixture[str]
+) -> None:
+    codec = fresh()
+    assert (codec.encoder, codec.encoder_note) == ("fastbpe", None)
+    assert isinstance(codec._encoder, FastBPE)
+    codec.encode("text")
+    list(codec.encode_documents(["text"]))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_sentencepiece_takes_over_without_a_core(
+    fresh: Callable[[], Codec], monkeypatch: pytest.MonkeyPatch, tokenizer_folder: Path
+) -> None:
+    fast = fresh()
+
+    def build(model: ModelFile) -> FastBPE:
+        raise Unsupported("there is none")
+
+    monkeypatch.setattr(FastBPE, "build", build)
+    slow = fresh()
+    assert slow.encoder == "sentencepiece"
+    assert slow.encoder_note == "encoded by SentencePiece itself, several times slower: there is none"
+    assert slow.fingerprint == fast.fingerprint
+    assert slow.encode(PROBE_TEXT) == fast.encode(PROBE_TEXT)
+
+
+def test_why_sentencepiece_encodes_is_said_once_a_process(unigram_folder: Path) -> None:
+    """Not at load (many only decode), not by workers, not again by another object of the same tokenizer."""
+    script = """
+import os, sys
+from tokenizer.codec import Codec
+if __name__ == "__main__":
+    codec = Codec.load(sys.argv[1])
+    if sys.stderr:
+        print("loaded", file=sys.stderr, flush=True)
+    codec.encode("one")
+    if not os.fork():
+        codec.encode("in a fork")
+        os._exit(0)
+    os.wait()
+    Codec.load(sys.argv[1]).encode("two")
+    assert len(list(codec.encode_documents(["x" * 600_000] * 8, processes=2))) == 8
+"""
+    command = [sys.executable, "-c", script, str(unigram_folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second, *more = done.stderr.splitlines()
+    assert first == "loaded"
+    assert second.startswith(f"{unigram_folder}: encoded by SentencePiece itself, several times slower: ")
+    assert "unigram" in second
+    assert not more
+    closed = subprocess.run(
+        ["bash", "-c", 'exec "$@" 2>&-', "bash", *command], cwd=ROOT, capture_output=True, check=False
+    )
+    assert (closed.returncode, closed.stdout) == (0, b"")
+
+
+def test_a_mutant_encoder_is_caught_at_load(
+    fresh: Callable[[], Codec], monkeypatch: pytest.MonkeyPatch, tokenizer_folder: Path
+) -> None:
+    build = FastBPE.build
+    monkeypatch.setattr(FastBPE, "build", lambda model: build(mutant_of(model)))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.model: the encoder fails its self-test: [^\n]*$"):
+        fresh()
+    with pytest.raises(TokenizerError, match="self-test"):  # a second try finds no untested one left over
+        Codec.load(tokenizer_folder)
+
+
+def test_a_pickled_codec_is_whole_and_not_tested_again(
+    fresh: Callable[[], Codec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    codec = fresh()
+    pickled = pickle.dumps(codec)
+
+    def self_test(*_: object) -> None:
+        raise TokenizerError("tested")
+
+    monkeypatch.setattr(codec_module, "self_test", self_test)
+    with pytest.raises(TokenizerError, match="tested"):
+        fresh()
+    codec_module._encoders.cache_clear()
+    again = pickle.loads(pickled)
+    assert (again.encoder, again.fingerprint, again.folder) == (codec.encoder, codec.fingerprint, codec.folder)
+    assert again.control_ids == codec.control_ids
+    assert again.encode(PROBE_TEXT) == codec.encode(PROBE_TEXT)
+    again.copy_to(tmp_path / "copy")
+    assert (tmp_path / "copy" / "description.json").read_bytes() == (codec.folder / "description.json").read_bytes()
+
+
+def test_a_process_builds_and_tests_the_encoder_of_a_model_once(fresh: Callable[[], Codec]) -> None:
+    codec = fresh()
+    assert Codec.load(codec.folder)._encoder is codec._encoder
+    assert fresh()._encoder is not codec._encoder
+
+
+# ---------------------------------------------------------------- the guard
+
+
+class Counting:
+    """The reference, and which texts it was asked for."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.reference = codec._reference
+        self.asked: list[bytes] = []
+
+    def encode(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        self.asked += texts
+        return self.reference.encode(texts)
+
+
+def with_mutant(codec: Codec) -> Codec:
+    """A codec whose encoder went wrong behind the self-test."""
+    codec._encoder = PlainBPE(mutant_of(ModelFile.parse((codec.folder / "tokenizer.model").read_bytes())))
+    return codec
+
+
+def test_the_guard_stops_a_wrong_encoder_at_the_document(
+    fresh: Callable[[], Codec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = with_mutant(fresh())
+    texts = ["x y z"] * 7 + ["begin", "in"]
+    monkeypatch.setattr(codec_module, "GUARD_RATE", 0.0)
+    wrong = list(codec.encode_documents(texts))
+    right = codec._reference.encode([b"begin"])[0]
+    place = int(np.flatnonzero(wrong[7] != right)[0])
+    monkeypatch.setattr(codec_module, "GUARD_RATE", 1.0)
+    message = (
+        rf"^text 7: token {place} is {wrong[7][place]} where SentencePiece gives {right[place]}, in 'begin'; [^\n]*$"
+    )
+    with pytest.raises(TokenizerError, match=message):
+        list(codec.encode_documents(texts))
+    with pytest.raises(TokenizerError, match=r"^text 0: token"):
+        codec.encode("begin")
+
+
+def test_the_guard_looks_at_its_share_of_documents_chosen_by_chance(fresh: Callable[[], Codec]) -> None:
+    """Binomial, 2000 expected: six standard deviations on both sides. The same documents twice: once in 10^1000."""
+    codec = fresh()
+    texts = [f"{number}" for number in range(int(2000 / GUARD_RATE / 10))]
+    chosen = []
+    for _ in range(10):
+        codec._reference = counting = Counting(codec)
+        assert sum(1 for _ in codec.encode_documents(texts)) == len(texts)
+        codec._reference = counting.reference
+        chosen.append(counting.asked)
+    assert 2000 - 6 * 45 < sum(map(len, chosen)) < 2000 + 6 * 45
+    assert chosen[0] != chosen[1]
+    steps = np.diff([int(text) for text in chosen[0]])
+    assert len(set(steps.tolist())) > 20  # no fixed stride
+
+
+class Spoilt(Codec):
+    """Goes wrong in the process it is unpickled in."""
+
+    def __setstate__(self, state: tuple[Path, dict[str, bytes]]) -> None:
+        super().__setstate__(state)
+        with_mutant(self)
+        codec_module.GUARD_RATE = 1.0
+
+
+def test_the_guard_stands_in_other_processes_too(fresh: Callable[[], Codec]) -> None:
+    codec = fresh()
+    codec.__class__ = Spoilt
+    with pytest.raises(TokenizerError, match=r"^text 3: token \d+ is \d+ where SentencePiece gives \d+, in 'begin'; "):
+        list(codec.encode_documents(["x y z"] * 3 + ["begin"], processes=2))
+
+
+def test_sentencepiece_is_not_held_against_itself(unigram_folder: Path) -> None:
+    codec = Codec.load(unigram_folder)
+    codec._encoder = codec._reference = counting = Counting(codec)
+    list(codec.encode_documents(["text"] * 20_000))
+    assert len(counting.asked) == 20_000

@@ -92,6 +92,7 @@ def test_a_missing_argument_is_one_line(package: str, verb: str) -> None:
         ("tokenizer train", "--vocab-size"),
         ("data_pipeline prepare", "--workers"),
         ("data_pipeline inspect", "--document"),
+        ("data_pipeline trace", "--step"),
         ("model verify", "--seed"),
         ("pretrain plan", "--world-size"),
         ("pretrain evaluate", "--batch-size"),
@@ -246,3 +247,16 @@ def test_every_report_is_strict_json(tmp_path: Path) -> None:
     assert report("pretrain", "generate", run, "--prompt", "道", "--max-new-tokens", 2, "--json")["prompt"] == "道"
     for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         strictly(line)
+
+    traced = report("data_pipeline", "trace", run, "--step", 2, "--json")
+    assert (traced["run_step"], traced["reached"]) == (2, True)
+    assert traced["checked_against"].endswith("step-00000002")
+    documents = [json.loads(line)["text"] for line in text.read_text(encoding="utf-8").splitlines()]
+    (read,) = (one for one in traced["reads"] if one["sample"] == 1 and one["stop"] > one["start"] + 1)
+    assert read["text"] in documents[read["position"] - 1]
+    back = report("data_pipeline", "trace", run, "--doc", f"text:{read['document']}", "--json")
+    assert read["sample"] in [one["sample"] for one in back["reads"]]
+    counted = report("data_pipeline", "verify", data, "--sample", 5, "--epoch", "--run", run, "--json")
+    assert {one["windows_begun"] for one in counted["epoch"] if one["source"] == "text"} == {2}
+    exported = report("data_pipeline", "convert", data, "--to", "nanogpt", "--out", tmp_path / "nanogpt", "--json")
+    assert str(tmp_path / "nanogpt" / "text" / "train.bin") in exported["files"]

@@ -17,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before this folder, whose tokenizer.py is no package
+
 from data_pipeline.prepare import Options, prepare
 from pretrain import runtime
 from pretrain.config import load_recipe

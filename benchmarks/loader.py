@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before this folder, whose tokenizer.py is no package
+
 from data_pipeline.corpus import Document, find_files, plan_units, read_piece
 from data_pipeline.loader import Loader
 from data_pipeline.order import Address, Permutation, SampleOrder

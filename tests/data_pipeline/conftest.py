@@ -91,7 +91,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, texts: list[str], tokenizer_
         path, lines = inputs / name, []
         for number, text in enumerate(lot):
             if number % 7 == 3:
-                lines.append(["", '{"text": null}', "no json", '{"text": "short"}'][number // 7 % 4])
+                lines.append(['{"text": "brief"}', "", '{"text": null}', "no json"][number // 7 % 4])
             lines.append(json.dumps({"text": text}))
             stored("lines", path, len(lines), text)
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")

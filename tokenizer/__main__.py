@@ -375,7 +375,7 @@ def _only_one_stdin(sources: list[_Source]) -> list[_Source]:
 def _open_candidates(values: list[str]) -> list[Candidate]:
     """[NAME=]PATH; without a name the last part of the path is the name, or the whole path where two would be equal."""
     pairs = [_split_name(value) for value in values]
-    short = [name or Path(path).resolve().name for name, path in pairs]
+    short = [name or Path(path).name or Path(path).resolve().name for name, path in pairs]
     names = [one if name or short.count(one) == 1 else path for one, (name, path) in zip(short, pairs, strict=True)]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

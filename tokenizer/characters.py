@@ -55,7 +55,7 @@ class CharacterCounts:
     def loss(self) -> str:
         """What the normalisation takes from the sample, in one line with numbers and examples."""
         examples = ", ".join(
-            f"U+{ord(character):04X} {character if character.isprintable() else ''} {count} times".replace("  ", " ")
+            f"{count} × U+{ord(character):04X} {character if character.isprintable() else ''}".rstrip()
             for character, count in list(self.changed_characters.items())[:EXAMPLES]
         )
         return (

@@ -92,8 +92,8 @@ class Sample:
         has been added.
 
         It comes from what the sample has no room for. Where that is less than a hundredth of a sample of at least
-        `MIN_SPARING_BYTES`, the rest of the hundredth is taken out of the sample. Text that the sample holds too, as a copy
-        or because it weighs more than once, is left out, so the list may be empty.
+        `MIN_SPARING_BYTES`, the rest of the hundredth is taken out of the sample. Text that the sample holds too, as a
+        copy or because it weighs more than once, is left out, so the list may be empty.
         """
         wanted = min(HELD_OUT_BYTES, int(self.sampled_bytes * HELD_OUT_SHARE))
         if self._left_bytes < wanted and self.sampled_bytes >= MIN_SPARING_BYTES:

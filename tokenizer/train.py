@@ -49,6 +49,7 @@ MAX_VOCAB_SIZE = 1 << 24
 MAX_VOCAB_MULTIPLE = 1 << 16
 DEFAULT_SAMPLE_BYTES = 100_000_000
 MIN_MEASURED_BYTES = 20_000  # less says nothing
+MIN_ESTIMATED_BYTES = 1_000_000  # less takes seconds
 
 REQUIRED_CHARACTERS = " \n\t"
 """They get pieces whatever the corpus holds, so that no layout of a text is ever spelled in bytes."""
@@ -132,7 +133,8 @@ def train(
         )
     if normalization != "identity":
         say(characters.loss())
-    say(estimate(model_type, sample.sampled_bytes, characters.counting_seconds))
+    if sample.sampled_bytes >= MIN_ESTIMATED_BYTES:
+        say(estimate(model_type, sample.sampled_bytes, characters.counting_seconds))
 
     options: dict[str, Any] = {
         "model_type": model_type,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -99,7 +100,7 @@ def estimate(model_type: str, sampled_bytes: int, counting_seconds: float) -> st
     least, most = (ratio * sampled_bytes + BASE_BYTES for ratio in MEMORY_RATIOS)
     return (
         f"training on {sampled_bytes / 1e6:.1f} MB: about {duration(low)} to {duration(high)}, "
-        f"{least / 1e9:.1f} to {most / 1e9:.1f} GB of memory"
+        f"{_memory(least)} to {_memory(most)} of memory"
     )
 
 
@@ -110,6 +111,10 @@ def duration(seconds: float) -> str:
     if seconds < 6000:
         return f"{seconds / 60:.{1 if seconds < 600 else 0}f} min"
     return f"{seconds / 3600:.1f} h"
+
+
+def _memory(size: float) -> str:
+    return f"{size / 1e6:.0f} MB" if size < 1e9 else f"{size / 1e9:.1f} GB"
 
 
 def measure(
@@ -199,7 +204,7 @@ def _vocabulary(report: TrainReport, codec: Codec) -> Iterator[str]:
     for name, token_id in codec.control_ids.items():
         yield f"| {token_id} | {name} |"
     for name, token_id in report.symbols.items():
-        yield f"| {token_id} | {_code(name)} |"
+        yield f"| {token_id} | {_cell(_code(name))} |"
     yield f"| {first - 256} to {first - 1} | the 256 bytes |"
     yield f"| {first} to {report.vocab_size - 1} | learned |"
     yield ""
@@ -236,7 +241,11 @@ def _cost(report: TrainReport) -> Iterator[str]:
 def _code(value: object) -> str:
     """As code in Markdown, in one line, whatever it holds."""
     text = shown(value) if isinstance(value, str) else str(value)
-    return f"`` {text} ``" if "`" in text else f"`{text}`"
+    runs = re.findall("`+", text)
+    if not runs:
+        return f"`{text}`"
+    fence = "`" * (len(max(runs)) + 1)
+    return f"{fence} {text} {fence}"
 
 
 def _codes(pieces: Sequence[str]) -> str:

@@ -59,5 +59,5 @@ def test_what_nfkc_changes_is_counted(lossy: list[bytes]) -> None:
     assert [found.counts[ord(character)] for character in "ée, "] == [1, 0, 2, 1]
     assert found.loss() == (
         "nfkc does not give texts back as they were: it changes 3 of 4 texts of the sample and replaces 6 characters "
-        "(U+FF0C ， 2 times, U+3000 1 times, U+FF11 １ 1 times); identity loses nothing"
+        "(2 × U+FF0C ，, 1 × U+3000, 1 × U+FF11 １); identity loses nothing"
     )

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -40,6 +44,65 @@ def test_a_closed_standard_input_is_one_line(tokenizer_folder: Path) -> None:
     done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (2, b"", 1)
     assert b"standard input is closed" in done.stderr
+
+
+def test_every_choice_of_a_training_arrives(texts: list[str], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(texts[0] + "ｆｕｌｌ\n" * 9, encoding="utf-8")
+    choices = ["--model-type", "unigram", "--normalization", "nfkc", "--split", "lines", "--reserve", 2, "--seed", 5]
+    symbols = ["--control-symbol", "<|a|>", "--control-symbol", "<|b|>", "--user-symbol", "<u>"]
+    sizes = ["--vocab-size", 599, "--vocab-multiple", 100]
+    done = run("train", "--input", tmp_path / "a.txt", *sizes, *choices, *symbols, "--out", tmp_path / "t", "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(b"nfkc does not give texts back")
+    data = json.loads(done.stdout)
+    assert data["symbols"] == {
+        "<|a|>": 4, "<|b|>": 5, "<|reserved_0|>": 6, "<|reserved_1|>": 7, "<|reserved_2|>": 8, "<u>": 9,
+    }  # fmt: skip
+    named = ("vocab_size", "model_type", "normalization", "split", "changed_characters")
+    assert [data[name] for name in named] == [600, "unigram", "nfkc", "lines", 36]
+    assert data["inputs"][0]["name"] == "a.txt"
+    description = json.loads((tmp_path / "t" / "description.json").read_text())
+    assert description["options"]["seed"] == 5
+    assert "| a.txt | 1.0 | 1 | " in (tmp_path / "t" / "training.md").read_text()
+    said = run("train", "--input", tmp_path / "a.txt", "--vocab-size", 500, "--out", tmp_path / "t2").stdout.decode()
+    assert re.search(r"^  measured  \d\.\d\d bytes per token on 0\.10 MB of the text trained on$", said, re.MULTILINE)
+
+
+def test_an_interrupt_ends_a_training_at_once(tmp_path: Path) -> None:
+    """SentencePiece itself looks at no signal, and this text would keep it busy for minutes."""
+    chance = random.Random(0)
+    (tmp_path / "a.txt").write_text("".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=10_000_000)))
+    command = [sys.executable, "-m", "tokenizer", "train", "--input", str(tmp_path / "a.txt"), "--vocab-size", "30000"]
+    with subprocess.Popen([*command, "--out", str(tmp_path / "t")], cwd=ROOT, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith(b"training on 9.9 MB: about ")
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not (child := children.read_text().split()):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == b""
+        assert process.wait() == 130
+    assert not Path(f"/proc/{child[0]}").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_terminal_sees_a_bar(texts: list[str], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(texts[0] * 12, encoding="utf-8")
+    screen, terminal = os.openpty()
+    command = [sys.executable, "-m", "tokenizer", "train", "--input", str(tmp_path / "a.txt"), "--vocab-size", "500"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    with subprocess.Popen(
+        [*command, "--out", str(tmp_path / "t")], cwd=ROOT, stdout=subprocess.PIPE, stderr=terminal, env=environment
+    ) as process:
+        os.close(terminal)
+        seen = b""
+        with contextlib.suppress(OSError):  # how the end of a terminal reads
+            while data := os.read(screen, 1 << 16):
+                seen += data
+        os.close(screen)
+        assert process.wait() == 0
+    assert b"training on 1.2 MB: about " in seen
+    assert re.search(rb"training.*%", seen)
 
 
 def test_the_whole_chain_on_files(texts: list[str], tmp_path: Path) -> None:
@@ -141,6 +204,22 @@ ERRORS: dict[str, tuple[list[str], str]] = {
     "no weight": (["train", "--input", "{tmp}/a.txt=x", "--vocab-size", "600", "--out", "{tmp}/t"], "not a weight"),
     "weight zero": (["train", "--input", "{tmp}/a.txt=0", "--vocab-size", "600", "--out", "{tmp}/t"], "above 0"),
     "too large": (["train", "--input", "{tmp}/a.txt", "--vocab-size", "9999", "--out", "{tmp}/t"], "largest possible"),
+    "sample too small": (
+        ["train", "--input", "{tmp}/a.txt", "--vocab-size", "600", "--out", "{tmp}/t", "--sample-bytes", "9"],
+        "at least 100000",
+    ),
+    "unknown type": (
+        ["train", "--input", "{tmp}/a.txt", "--vocab-size", "600", "--out", "{tmp}/t", "--model-type", "word"],
+        "bpe or unigram",
+    ),
+    "fixed name": (
+        ["train", "--input", "{tmp}/a.txt", "--vocab-size", "600", "--out", "{tmp}/t", "--user-symbol", "</s>"],
+        "fixed ids",
+    ),
+    "room for symbols": (
+        ["train", "--input", "{tmp}/a.txt", "--vocab-size", "600", "--out", "{tmp}/t", "--reserve", "340"],
+        "at least 612",
+    ),
     "occupied": (["train", "--input", "{tmp}/a.txt", "--vocab-size", "600", "--out", "{tokenizer}"], "--overwrite"),
     "no tokenizer": (["encode", "{tmp}/absent", "text"], "no such tokenizer"),
     "text twice": (["encode", "{tokenizer}", "text", "--file", "{tmp}/a.txt"], "either"),
@@ -185,12 +264,8 @@ def test_errors_are_one_line_and_exit_code_2(
     arguments, message = ERRORS[name]
     filled = [argument.format(tmp=tmp_path, tokenizer=tokenizer_folder) for argument in arguments]
     monkeypatch.setattr(sys, "argv", ["tokenizer", *filled])
-    on_interrupt = signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises(SystemExit) as caught:
-            main()
-    finally:
-        signal.signal(signal.SIGINT, on_interrupt)
+    with pytest.raises(SystemExit) as caught:
+        main()
     output = capfd.readouterr()
     lines = output.err.splitlines()
     assert (caught.value.code, len(lines), output.out) == (2, 1, ""), output.err

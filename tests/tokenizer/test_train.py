@@ -241,7 +241,7 @@ def test_nfkc_is_said_to_lose_what_it_loses_and_keeps_the_layout(
     assert report.changed_characters["ｌ"] == 80
     assert sum(report.changed_characters.values()) == 40 * 12
     assert re.match(
-        r"nfkc does not give .* changes 1 of \d+ texts .* replaces 480 characters \(U\+FF4C ｌ 80", notices[0]
+        r"nfkc does not give .* changes 1 of \d+ texts .* replaces 480 characters \(80 × U\+FF4C ｌ,", notices[0]
     )
     codec = Codec.load(tmp_path / "t")
     for text in [*lossy, PROBE_TEXT, " \n\t  \r\n \x85\u2028"]:
@@ -254,8 +254,10 @@ def test_nfkc_is_said_to_lose_what_it_loses_and_keeps_the_layout(
 def test_identity_warns_of_nothing(texts: list[str], tmp_path: Path) -> None:
     notices: list[str] = []
     train(texts[-2:], tmp_path / "t", vocab_size=400, on_notice=notices.append)
+    assert notices == []
+    train([text * 3 for text in texts], tmp_path / "larger", vocab_size=700, on_notice=notices.append)
     assert len(notices) == 1
-    assert notices[0].startswith("training on 0.0 MB: about 1 s to ")
+    assert re.match(r"training on [12]\.\d MB: about \d+ s to \d+ s, \d+ MB to \d+ MB of memory$", notices[0])
 
 
 def test_lines_give_pieces_without_line_breaks(texts: list[str], tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tokenizer.codec import Codec, TokenizerError
+from tokenizer.train import train
+from tokenizer.training_report import duration, estimate, measure
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0, "1 s"),
+        (42.4, "42 s"),
+        (99, "99 s"),
+        (150, "2.5 min"),
+        (2400, "40 min"),
+        (9000, "2.5 h"),
+        (360_000, "100.0 h"),
+    ],
+)
+def test_durations_are_for_people(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_an_estimate_follows_the_speed_of_this_machine() -> None:
+    assert estimate("bpe", 100_000_000, 0.8) == "training on 100.0 MB: about 12 s to 80 s, 1.3 GB to 2.7 GB of memory"
+    assert (
+        estimate("unigram", 20_000_000, 0.4)
+        == "training on 20.0 MB: about 1.7 min to 10 min, 290 MB to 570 MB of memory"
+    )
+
+
+def test_a_measurement_counts_tokens_and_bytes(codec: Codec, texts: list[str]) -> None:
+    pieces = [texts[0].encode(), "\U0010ffff\u2581".encode()]
+    found = measure(codec, pieces, None, unseen=True)
+    assert found.text_bytes == len(pieces[0]) + 7
+    assert found.tokens == len(codec.encode(texts[0])) + 5  # four bytes and a space
+    assert found.byte_tokens == 4 + sum(map(codec.is_byte, codec.encode(texts[0])))
+
+
+def test_a_measurement_stops_at_text_that_does_not_come_back(codec: Codec) -> None:
+    with pytest.raises(TokenizerError, match=r"^the new tokenizer loses text: 'A' does not come back$"):
+        measure(codec, [b"A"], str.lower, unseen=True)
+
+
+def test_the_report_tells_all_a_reader_asks(texts: list[str], tmp_path: Path) -> None:
+    inputs = [
+        {"name": "a|b.jsonl", "weight": 2.0, "documents": 1200, "dropped": {"null_text": 3, "bad_json": 1}},
+        {"name": "c.txt", "weight": 0.5, "documents": 1, "dropped": {}},
+    ]
+    names = ["<|a|>", "``"]
+    report = train(texts, tmp_path / "t", vocab_size=700, control_symbols=names, provenance={"inputs": inputs})
+    text = (tmp_path / "t" / "training.md").read_text(encoding="utf-8")
+    lines = text.splitlines()
+    for line in (
+        "| name | weight | documents | dropped |",
+        "| a\\|b.jsonl | 2.0 | 1,200 | 3 null_text, 1 bad_json |",
+        "| c.txt | 0.5 | 1 | none |",
+        f"- read: {len(texts)} documents, {report.text_bytes:,} bytes",
+        "- split: whole documents; pieces may hold line breaks",
+        "- normalisation: none; text comes back as it was, but U+2581 as a space",
+        "| 4 | `'<\\|a\\|>'` |",
+        "| 5 | ``` '``' ``` |",
+        "| 6 to 261 | the 256 bytes |",
+        "| 262 to 699 | learned |",
+        f"- bytes per token: {report.measurement.bytes_per_token:.3f}",
+        f"- most memory of the training process: {report.peak_bytes / 1e6:,.0f} MB",
+        "- `seed`: `0`",
+    ):
+        assert line in lines
+    longest = next(line for line in lines if line.startswith("- longest: "))
+    assert "`'" + "\u2423" * 16 + "'`" in longest
+    codec = Codec.load(tmp_path / "t")
+    assert f"`'{codec.piece(262).replace(chr(0x2581), chr(0x2423))}'`" in text
+    assert report.summary().splitlines()[0].endswith(", 2 symbols from id 4 on")
+
+
+def test_a_report_without_sources_has_no_table_of_them(texts: list[str], tmp_path: Path) -> None:
+    train(texts[:1], tmp_path / "t", vocab_size=500)
+    assert "| name |" not in (tmp_path / "t" / "training.md").read_text(encoding="utf-8")

@@ -117,8 +117,9 @@ def import_tokens(
     The tokenizer must be the one the ids were made with: every id is checked against its vocabulary, documents are
     ended by its EOS. With `validation_fraction` documents are held out of `train` by the hash of their decoded text,
     as `prepare` does. Text sizes are counted on the decoded text: exact for a tokenizer that gives every text back
-    (those of `tokenizer train` do, but for a U+2581, counted as the space it has become).
-    Memory: one document of at most 2^24 tokens, and two blocks. DataFormatError, TokenizerError: nothing is left then.
+    (those of `tokenizer train` do if they do not normalise, but for a U+2581, counted as the space it has become).
+    Memory: two blocks, and one document of at most 2^24 tokens, 1 GB while it is decoded. DataFormatError,
+    TokenizerError: nothing is left then.
     """
     if validation and validation_fraction:
         raise DataFormatError("--validation names files to hold out: leave --validation-fraction away")

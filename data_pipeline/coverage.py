@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from data_pipeline.loader import samples_of_micro_steps
 from data_pipeline.order import MAX_PERIOD, SampleOrder
+from data_pipeline.shards import DataFormatError
 
 RANKS = (1, 2, 3, 4)
 _SAMPLES_AT_ONCE = 1 << 18
@@ -22,7 +23,7 @@ _SAMPLES_AT_ONCE = 1 << 18
 Int64Array = npt.NDArray[np.int64]
 
 
-class CoverageError(ValueError):
+class CoverageError(DataFormatError):
     """A window that is read twice in an epoch, or not at all. It would be a fault of the order of data."""
 
 

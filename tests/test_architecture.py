@@ -124,8 +124,7 @@ def test_arithmetic_needs_no_torch(name: str) -> None:
 def test_every_import_is_declared() -> None:
     """What the code imports stands in pyproject.toml.
 
-    Not the other way round: datasets and matplotlib stand there and nothing imports them yet, and tensorboard is used
-    through torch; docs/dependencies.md says so.
+    Not the other way round: tensorboard is used through torch; docs/dependencies.md says so.
     """
     import tomllib
 

@@ -3,9 +3,10 @@
 // A segment's ids depend on its bytes alone, so an entry is never wrong, and an entry is used only when its whole key
 // (every byte and the length) equals the segment's. What to keep is a matter of speed alone.
 //
-// Memory is fixed when the cache is made: sets of two entries, each entry of one size; the whole table is one block that
-// the system fills with zeros as it is touched. Within a set the entry that was not used since the last replacement goes
-// first (CLOCK with two hands' places): text that occurs once cannot drive out text that returns.
+// Memory is fixed when the cache is made: sets of two entries of one size, in one block that the system fills with
+// zeros as it is touched. A new entry takes the place of one that was not used since it came; only when both of the set
+// were used are both asked again (CLOCK, a set at a time). So text that occurs once doesn't drive out text that
+// returns. Keys that were chosen to fall into one set cost what merging them costs, no more.
 #pragma once
 
 #include <cstddef>

@@ -1,8 +1,8 @@
 // The C interface, called from encoder.py through ctypes. No exception and no Python passes it.
 //
-// A model is immutable: any number of encoders, each in any thread, may share it, and must be freed before it. An encoder
-// serves one call at a time. Functions that can fail return a Status; a call that failed has changed nothing that
-// matters to the next one.
+// A model is immutable: any number of encoders, each in any thread, may share it, and must be freed before it. An
+// encoder serves one call at a time. Functions that can fail return a fastbpe_status; a call that failed has changed
+// nothing that matters to the next one.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,8 @@ struct fastbpe_stats {
 FASTBPE_API const char* fastbpe_build_id();
 
 // `reason`, of `reason_bytes`, receives one clause when the answer is FASTBPE_BAD_MODEL.
-FASTBPE_API int32_t fastbpe_model_new(const fastbpe_vocabulary*, fastbpe_model** out, char* reason, uint64_t reason_bytes);
+FASTBPE_API int32_t fastbpe_model_new(const fastbpe_vocabulary*, fastbpe_model** out, char* reason,
+                                      uint64_t reason_bytes);
 FASTBPE_API void fastbpe_model_free(fastbpe_model*);
 FASTBPE_API uint64_t fastbpe_model_bytes(const fastbpe_model*);
 FASTBPE_API uint32_t fastbpe_id_bytes(const fastbpe_model*);  // 2 for vocabularies of at most 65,536 pieces, else 4

@@ -101,8 +101,8 @@ class LongMerger {
     }
 
     void release() {
-        nodes_ = {};
-        heap_ = {};
+        std::vector<Node>().swap(nodes_);  // `= {}` would keep the memory
+        std::vector<uint64_t>().swap(heap_);
     }
 
    private:

@@ -17,6 +17,8 @@ size_t power_of_two(size_t at_least) {
     return power;
 }
 
+std::string named(uint32_t id) { return "piece " + std::to_string(id); }
+
 struct Character {
     Spelling spelling;
     uint32_t code, begin, end;  // bytes [begin, end) of the piece
@@ -28,7 +30,7 @@ std::vector<Character> characters_of(std::string_view piece, uint32_t id) {
     for (uint32_t begin = 0; begin < piece.size();) {
         Spelling spelling;
         const uint32_t length = read_character(bytes + begin, bytes + piece.size(), &spelling);
-        if (length == 0) throw BadModel("piece " + std::to_string(id) + " is not UTF-8");
+        if (length == 0) throw BadModel(named(id) + " is not UTF-8");
         found.push_back({spelling, code_point(spelling, length), begin, begin + length});
         begin += length;
     }
@@ -42,7 +44,7 @@ uint8_t byte_of(std::string_view piece, uint32_t id) {
         const size_t high = kDigits.find(piece[3]), low = kDigits.find(piece[4]);
         if (high < 16 && low < 16) return static_cast<uint8_t>(high << 4 | low);
     }
-    throw BadModel("piece " + std::to_string(id) + " is of type byte and not of the form <0xNN>");
+    throw BadModel(named(id) + " is of type byte and not of the form <0xNN>");
 }
 
 // A number that grows as the score does. Zero stands above minus zero, as it does for SentencePiece.
@@ -58,7 +60,9 @@ std::vector<uint32_t> ranks_of(const Vocabulary& vocabulary) {
     std::vector<uint32_t> scores;
     for (uint32_t id = 0; id < vocabulary.size; id++) {
         if (vocabulary.types[id] != kNormal) continue;
-        if (!std::isfinite(vocabulary.scores[id])) throw BadModel("the score of piece " + std::to_string(id) + " is not finite");
+        if (!std::isfinite(vocabulary.scores[id])) {
+            throw BadModel("the score of " + named(id) + " is not finite");
+        }
         scores.push_back(ordered(vocabulary.scores[id]));
     }
     std::sort(scores.begin(), scores.end(), std::greater<>());
@@ -66,7 +70,8 @@ std::vector<uint32_t> ranks_of(const Vocabulary& vocabulary) {
     std::vector<uint32_t> ranks(vocabulary.size, kNoRank);
     for (uint32_t id = 0; id < vocabulary.size; id++) {
         if (vocabulary.types[id] != kNormal) continue;
-        const auto place = std::lower_bound(scores.begin(), scores.end(), ordered(vocabulary.scores[id]), std::greater<>());
+        const uint32_t score = ordered(vocabulary.scores[id]);
+        const auto place = std::lower_bound(scores.begin(), scores.end(), score, std::greater<>());
         ranks[id] = static_cast<uint32_t>(place - scores.begin());
     }
     return ranks;
@@ -127,11 +132,11 @@ Model::Model(const Vocabulary& vocabulary)
     normal.reserve(size);
     for (uint32_t id = 0; id < size; id++) {
         const std::string_view piece = vocabulary.piece(id);
-        if (piece.size() > kMaxPieceBytes) throw BadModel("piece " + std::to_string(id) + " is longer than " + std::to_string(kMaxPieceBytes) + " bytes");
+        if (piece.size() > kMaxPieceBytes) throw BadModel(named(id) + " has more than 1024 bytes");
         switch (vocabulary.types[id]) {
             case kNormal:
-                if (piece.empty()) throw BadModel("piece " + std::to_string(id) + " is empty");
-                if (!normal.emplace(piece, id).second) throw BadModel("piece " + std::to_string(id) + " is there twice");
+                if (piece.empty()) throw BadModel(named(id) + " is empty");
+                if (!normal.emplace(piece, id).second) throw BadModel(named(id) + " is there twice");
                 break;
             case kUnknown:
                 unknown_id = id;
@@ -144,7 +149,7 @@ Model::Model(const Vocabulary& vocabulary)
             case kControl:
                 break;
             default:
-                throw BadModel("piece " + std::to_string(id) + " is of a type that is not supported");
+                throw BadModel(named(id) + " is of a type that is not supported");
         }
     }
     if (unknowns != 1) throw BadModel(std::to_string(unknowns) + " unknown pieces");

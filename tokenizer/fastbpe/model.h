@@ -1,10 +1,10 @@
 // The tables of one vocabulary: built once, never changed, shared by all encoders.
 //
 // SentencePiece's BPE begins with the characters of a text and merges, again and again, the two neighbours whose
-// concatenation is the piece of highest score (the leftmost, if scores are equal), until no two neighbours make a piece.
-// Here a symbol is a piece's id, or kNoPiece | code point for a character that is no piece; Merges knows, for two
-// symbols, the piece they make and its rank. Ranks order the pieces as their float32 scores do: equal scores have equal
-// ranks, the highest score has rank 0.
+// concatenation is the piece of highest score (the leftmost, if scores are equal), until no two neighbours make a
+// piece. Here a symbol is a piece's id, or kNoPiece | code point for a character that is no piece; Merges knows, for
+// two symbols, the piece they make and its rank. Ranks order the pieces as their float32 scores do: equal scores have
+// equal ranks, the highest score has rank 0.
 #pragma once
 
 #include <cstddef>

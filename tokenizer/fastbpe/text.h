@@ -62,7 +62,8 @@ inline uint32_t read_character(const uint8_t* p, const uint8_t* end, Spelling* s
 
 // Code point of a well-formed character.
 inline uint32_t code_point(Spelling spelling, uint32_t length) {
-    const uint32_t b0 = spelling & 0xFF, b1 = spelling >> 8 & 0x3F, b2 = spelling >> 16 & 0x3F, b3 = spelling >> 24 & 0x3F;
+    const uint32_t b0 = spelling & 0xFF;
+    const uint32_t b1 = spelling >> 8 & 0x3F, b2 = spelling >> 16 & 0x3F, b3 = spelling >> 24 & 0x3F;
     switch (length) {
         case 1: return b0;
         case 2: return (b0 & 0x1F) << 6 | b1;

@@ -54,8 +54,9 @@ std::vector<uint32_t> encode(fastbpe_encoder* encoder, uint32_t id_bytes, const 
     const std::unique_ptr<uint8_t[]> exact(new uint8_t[joined.size()]);
     if (!joined.empty()) std::memcpy(exact.get(), joined.data(), joined.size());
     id_ends->assign(ends.size(), 0);
-    require(fastbpe_encode(encoder, exact.get(), joined.size(), ends.data(), ends.size(), id_ends->data()) == FASTBPE_OK,
-            "encode failed");
+    const int32_t status =
+        fastbpe_encode(encoder, exact.get(), joined.size(), ends.data(), ends.size(), id_ends->data());
+    require(status == FASTBPE_OK, "encode failed");
     const size_t count = ends.empty() ? 0 : static_cast<size_t>(id_ends->back());
     std::vector<uint32_t> wide(count);
     std::vector<uint16_t> narrow(count);
@@ -83,8 +84,9 @@ int main(int argc, char** argv) {
         ends.push_back(text.size());
     }
     require(ends.size() == size, "not as many pieces as promised");
-    const fastbpe_vocabulary vocabulary{reinterpret_cast<const uint8_t*>(text.data()), text.size(), ends.data(), scores.data(),
-                                        types.data(), size, byte_fallback, dummy_prefix};
+    const auto* pieces = reinterpret_cast<const uint8_t*>(text.data());
+    const fastbpe_vocabulary vocabulary{pieces,       text.size(), ends.data(),   scores.data(),
+                                        types.data(), size,        byte_fallback, dummy_prefix};
     fastbpe_model* model = nullptr;
     char reason[200] = "";
     require(fastbpe_model_new(&vocabulary, &model, reason, sizeof reason) == FASTBPE_OK, reason);

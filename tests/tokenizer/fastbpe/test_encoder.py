@@ -217,6 +217,17 @@ def test_every_segment_is_a_hit_or_a_miss(check: Check) -> None:
     assert (fast.stats().hits, fast.stats().misses) == (6, 3)
 
 
+def test_what_comes_once_does_not_drive_out_what_returns() -> None:
+    """A smallest cache, and 2,000 words of which each comes once between two words that come all the time."""
+    letters = "abcdefgh"
+    model = model_of(*(left + right for left in letters for right in letters), *letters)
+    fast = FastBPE.build(ModelFile.parse(model), cache_bytes=MIN_CACHE_BYTES)
+    once = [f"{number:05o}".translate(str.maketrans("01234567", letters)) for number in range(2000)]
+    fast.encode([" ".join(f"hhhh {word}" for word in once).encode()])
+    assert fast.stats().misses == len(once) + 2  # the two: hhhh and the space
+    assert fast.stats().evictions > 1500
+
+
 def resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
@@ -241,6 +252,22 @@ def test_caches_stay_within_their_bytes() -> None:
     assert stats.evictions > 1_000_000
     assert cache_bytes * 0.9 < stats.cache_bytes <= cache_bytes
     assert resident_bytes() - before < 4 * cache_bytes
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+@pytest.mark.parametrize("name", ["one word", "spaces outside the vocabulary", "truncated characters"])
+def test_memory_of_a_large_call_is_given_back(name: str) -> None:
+    """32 MB of text take up to 37 times as much to merge in one piece; at most 14 MB of it are kept."""
+    spaces = name == "spaces outside the vocabulary"
+    fast = FastBPE.build(ModelFile.parse(model_of("a") if spaces else long_segment_model()), cache_bytes=1 << 16)
+    fast.encode([b"a b"])
+    before = resident_bytes()
+    ids, _ = fast.encode(
+        [b" " * (1 << 25) if spaces else worst_texts(1 << 22 if name == "one word" else 1 << 25)[name]]
+    )
+    del ids
+    gc.collect()
+    assert resident_bytes() - before < 30 << 20
 
 
 def worst_texts(length: int) -> dict[str, bytes]:

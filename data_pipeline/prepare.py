@@ -400,6 +400,7 @@ def _run_units(
         for unit in units:
             yield unit, run_unit(place, unit, options, codec, strict=strict, progress=counters)
         return
+    codec.say_note()  # the workers keep silent
     arguments = (place, options, place.out / TOKENIZER_FOLDER, strict, counters, os.getpid())
     context = multiprocessing.get_context("spawn")  # not fork: no lock and no thread of ours may leak into a worker
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=arguments)

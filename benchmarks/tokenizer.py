@@ -46,7 +46,7 @@ LANGUAGES = {"english": ("english", "en"), "chinese": ("chinese", "zh"), "code":
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 UNSEEN_FRACTION = 0.25  # of a corpus that has no held-out part
 REFERENCE, OURS = "sentencepiece", "zerohalf"
-SCALING_SECONDS = 0.6  # of work for one thread in one measurement of two
+SCALING_SECONDS, SCALING_BYTES = 0.6, 12e6  # what one thread has to do, at least, when two are measured
 
 Texts = dict[str, list[str]]  # by language
 Ids = Sequence[int] | npt.NDArray[Any]
@@ -111,7 +111,7 @@ def _in_turn(files: Iterable[Path]) -> Iterator[str]:
 
 def _opened(file: Path) -> Any:
     openers: dict[str, Callable[..., Any]] = {".zst": zstandard.open, ".gz": gzip.open}
-    return openers.get(file.suffix, open)(file, "rb")
+    return openers.get(file.suffix, open)(file, "rt", encoding="utf-8", newline="\n")
 
 
 def _take(texts: Iterable[str], limit_bytes: float) -> list[str]:
@@ -312,31 +312,38 @@ def count_differences(subjects: list[Subject], texts_of: Texts) -> dict[str, dic
 def measure_scaling(folder: Path, texts: list[str], rounds: int) -> dict[str, float]:
     """How many times the work of one thread two threads do, and two processes, on the same texts.
 
-    The texts are repeated until one thread is busy for a while. Starting processes is left out: it is what a short and
-    a long call have in common, and it is given by itself.
+    The texts are repeated until one thread is busy for a while. Processes are measured between two documents in the
+    middle of one call: their start, and what is still on its way at the end, are left out.
     """
     codec = Codec.load(folder)
     _drain(codec, texts)
     once = seconds_of(_drain, codec, texts)
-    texts = texts * max(1, round(SCALING_SECONDS / once))
+    texts = texts * round(max(SCALING_SECONDS / once, SCALING_BYTES / size_of(texts)) + 1)
     halves = texts[::2], texts[1::2]
-    found: dict[str, list[float]] = {"threads": [], "processes": [], "processes_start_seconds": []}
+    middle = texts[len(texts) // 4 : 3 * len(texts) // 4]
+    found: dict[str, list[float]] = {"threads": [], "processes": [], "first_ids_of_processes_seconds": []}
     for _ in range(rounds):
-        say("one, two threads, two processes")
-        one = seconds_of(_drain, codec, texts)
-        found["threads"].append(one / seconds_of(_in_threads, codec, halves))
-        short = seconds_of(_drain, codec, texts, 2)
-        long = seconds_of(_drain, codec, texts * 3, 2)
-        found["processes"].append(2 * one / (long - short))
-        found["processes_start_seconds"].append(short - (long - short) / 2)
-    return {name: statistics.median(values) for name, values in found.items()} | {
-        "megabytes": size_of(texts) / 1e6,
-        "megabytes_per_second_of_one": size_of(texts) / 1e6 / one,
-    }
+        say("one thread, two threads, two processes")
+        found["threads"].append(seconds_of(_drain, codec, texts) / seconds_of(_in_threads, codec, halves))
+        one = seconds_of(_drain, codec, middle)
+        first, middle_seconds = _in_processes(codec, texts)
+        found["processes"].append(one / middle_seconds)
+        found["first_ids_of_processes_seconds"].append(first)
+    return {name: statistics.median(values) for name, values in found.items()} | {"megabytes": size_of(texts) / 1e6}
 
 
-def _drain(codec: Codec, texts: list[str], processes: int = 1) -> None:
-    for _ in codec.encode_documents(texts, processes=processes):
+def _in_processes(codec: Codec, texts: list[str]) -> tuple[float, float]:
+    """Seconds until the first ids, and for the middle half of the texts."""
+    started = time.perf_counter()
+    at = []
+    for number, _ in enumerate(codec.encode_documents(texts, processes=2)):
+        if number in (0, len(texts) // 4, 3 * len(texts) // 4):
+            at.append(time.perf_counter())
+    return at[0] - started, at[2] - at[1]
+
+
+def _drain(codec: Codec, texts: list[str]) -> None:
+    for _ in codec.encode_documents(texts):
         pass
 
 
@@ -429,7 +436,7 @@ def to_text(report: dict[str, Any]) -> str:
     lines += [
         "",
         f"{OURS}, against one thread: 2 threads {scaling['threads']:.2f} x, 2 processes {scaling['processes']:.2f} x "
-        f"(and {scaling['processes_start_seconds']:.1f} s to start them)",
+        f"(their first ids after {scaling['first_ids_of_processes_seconds']:.1f} s)",
         "",
         "time per byte of one text, against ordinary documents of the same encoder",
         " " * width + "".join(f"{name:>14}" for name in report["long_texts"][OURS]),

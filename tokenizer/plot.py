@@ -41,7 +41,7 @@ def draw(sources: Sequence[Source], path: Path) -> None:
     _draw_bytes_per_token(left, groups)
     _draw_frequencies(right, whole)
     handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".partial", dir=path.parent) as work:
         fresh = Path(work, path.name)
         figure.savefig(fresh, dpi=150)

@@ -83,10 +83,16 @@ class EncoderOf final : public Encoder {
         ids_.cut_to(0);
         readable_end_ = text + (count == 0 ? 0 : ends[count - 1]);
         uint64_t begin = 0;
-        for (size_t i = 0; i < count; i++) {
-            encode_text(text + begin, text + ends[i]);
-            begin = ends[i];
-            id_ends[i] = ids_.size();
+        try {
+            for (size_t i = 0; i < count; i++) {
+                encode_text(text + begin, text + ends[i]);
+                begin = ends[i];
+                id_ends[i] = ids_.size();
+            }
+        } catch (...) {
+            ids_.release();
+            merger_.release();
+            throw;
         }
         publish();
     }

@@ -5,12 +5,13 @@
 // scan for cuts checks it on the way (segments.h) and only a text that fails is copied, mended, and begun again.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
-#if !defined(__GNUC__) || !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "fastbpe needs GCC or Clang and a little-endian machine; without it SentencePiece encodes"
+#if !defined(__GNUC__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || __SIZEOF_POINTER__ != 8
+#error "fastbpe needs GCC or Clang and a little-endian 64-bit machine; elsewhere SentencePiece encodes"
 #endif
 
 namespace fastbpe {

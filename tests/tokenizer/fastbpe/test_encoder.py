@@ -404,11 +404,15 @@ model = ModelFile.parse(long_segment_model())
 fast = FastBPE.build(model, cache_bytes=1 << 16)
 fast.encode([b"a b"])
 word, short, spaces = b"ab" * 4_000_000, b"ab " * 1000, b" \\xff" * 4_000_000
-used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+def used(column):
+    return int(Path("/proc/self/statm").read_text().split()[column]) * resource.getpagesize()
+
+mapped, resident = used(0), used(1)
 expected = fast.encode([short])[0].tolist()
 refused = 0
 for more in (1, 4, 8, 16, 32, 64, 128, 4096):
-    resource.setrlimit(resource.RLIMIT_AS, (used + (more << 20), resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + (more << 20), resource.RLIM_INFINITY))
     for text in (word, spaces):
         try:
             fast.encode([text])
@@ -420,6 +424,7 @@ for more in (1, 4, 8, 16, 32, 64, 128, 4096):
         refused += 1
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert fast.encode([short])[0].tolist() == expected
+assert used(1) - resident < 30 << 20
 print(refused)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)

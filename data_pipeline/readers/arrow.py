@@ -10,7 +10,7 @@ import mmap
 from collections.abc import Iterator
 from typing import Any
 
-from data_pipeline.readers.columns import column_path, read_column
+from data_pipeline.readers.columns import find_column, read_column
 from data_pipeline.readers.items import CorpusError, Document, Dropped, OnBytes, OnRaw, printable
 from data_pipeline.readers.places import Piece, open_seekable
 
@@ -26,27 +26,28 @@ def read_arrow(piece: Piece, text_field: str, on_bytes: OnBytes, on_raw: OnRaw |
     position = told = released = 0
     try:
         with open_seekable(piece, on_raw) as raw:
-            if raw.seek(0, 2):
+            size = raw.seek(0, 2)
+            if size:
                 mapped = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)  # ends with the last batch made of it
                 for batch, end in _batches(piece, mapped):
                     batch.validate()
-                    names = column_path(batch.schema, text_field)
-                    if isinstance(names, str):
+                    where = find_column(batch.schema, text_field)
+                    if isinstance(where, str):
                         rows = range(position + 1, position + batch.num_rows + 1)
-                        yield from (Dropped(piece.shown, row, "missing_text", names) for row in rows)
+                        yield from (Dropped(piece.shown, row, "missing_text", where) for row in rows)
                     else:
-                        yield from read_column(batch, names, piece.shown, position)
+                        yield from read_column(batch, where, piece.shown, position)
                     position += batch.num_rows
                     on_bytes(end - told)
                     told = end
                     if end - released > _RELEASED_BYTES and hasattr(mmap, "MADV_DONTNEED"):
                         mapped.madvise(mmap.MADV_DONTNEED)
                         released = end
-                on_bytes(len(mapped) - told)
+                on_bytes(size - told)
     except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:
         raise CorpusError(f"{piece.shown}: damaged or not an Arrow file ({printable(str(error))})") from None
     if position == 0:
-        yield Dropped(piece.shown, 0, "empty_file", "no rows" if told else "")
+        yield Dropped(piece.shown, 0, "empty_file", "no rows" if size else "")
 
 
 def _batches(piece: Piece, mapped: mmap.mmap) -> Iterator[tuple[Any, int]]:

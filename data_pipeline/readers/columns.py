@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from data_pipeline.readers.items import Document, Dropped, decode_or_drop, printable
 
 
-def column_path(schema: Any, text_field: str) -> list[str] | str:
-    """The names that lead to the text column, through structs; or why there is none.
+class Column(NamedTuple):
+    """The names that lead to a column, through structs. Where something else is in the way, it ends there: no text."""
 
-    As in JSON, `a.b` is the column that is called so, else field `b` of the struct `a`. A list or other column on the
-    way is where the path ends.
-    """
+    names: list[str]
+    is_whole: bool
+
+
+def find_column(schema: Any, text_field: str) -> Column | str:
+    """Where the text is, or why it is nowhere: `a.b` is the column of that name, else field `b` of the struct `a`."""
     from pyarrow import types
 
     fields, rest = list(schema), text_field
@@ -23,25 +26,25 @@ def column_path(schema: Any, text_field: str) -> list[str] | str:
     while True:
         known = [field.name for field in fields]
         if known.count(rest) == 1:
-            return [*names, rest]
+            return Column([*names, rest], True)
         key, dot, after = rest.partition(".")
         if not dot or known.count(key) != 1:
             return printable(f"{text_field!r} is not one of the columns {', '.join(known)}")
         names.append(key)
         kind = fields[known.index(key)].type
         if not types.is_struct(kind):
-            return names
+            return Column(names, False)
         fields, rest = list(kind.fields), after
 
 
-def read_column(batch: Any, names: list[str], path: str, rows_before: int) -> Iterator[Document | Dropped]:
+def read_column(batch: Any, where: Column, path: str, rows_before: int) -> Iterator[Document | Dropped]:
     """One item a row of a record batch."""
     from pyarrow import compute
 
-    column = batch.column(batch.schema.get_field_index(names[0]))
-    for name in names[1:]:
+    column = batch.column(batch.schema.get_field_index(where.names[0]))
+    for name in where.names[1:]:
         column = compute.struct_field(column, name)  # null where any struct on the way is
-    for position, raw in enumerate(_values(column), rows_before + 1):
+    for position, raw in enumerate(_values(column) if where.is_whole else _types(column), rows_before + 1):
         if raw is None:
             yield Dropped(path, position, "null_text")
         elif isinstance(raw, str):
@@ -52,17 +55,23 @@ def read_column(batch: Any, names: list[str], path: str, rows_before: int) -> It
 
 def _values(column: Any) -> Iterator[memoryview | str | None]:
     """Each value's UTF-8 bytes, None for a null, or the column's type where it does not hold text."""
-    from pyarrow import types
+    from pyarrow import ArrowInvalid, types
 
     if types.is_dictionary(column.type):  # decoded row by row: one long value may stand in many
-        values = list(_values(column.dictionary))
-        column.indices.validate(full=True)
-        yield from (None if index is None else values[index] for index in column.indices.to_pylist())
+        values, indices = list(_values(column.dictionary)), column.indices.to_pylist()
+        if not all(index is None or 0 <= index < len(values) for index in indices):
+            raise ArrowInvalid(f"an index lies outside of a dictionary of {len(values)} values")
+        yield from (None if index is None else values[index] for index in indices)
     elif types.is_string(column.type) or types.is_large_string(column.type) or types.is_string_view(column.type):
         yield from _strings(column)
     else:
-        name = str(column.type)
-        yield from (name if valid else None for valid in column.is_valid().to_pylist())
+        yield from _types(column)
+
+
+def _types(column: Any) -> Iterator[str | None]:
+    """The column's type for each value that is no null."""
+    name = str(column.type)
+    return (name if valid else None for valid in column.is_valid().to_pylist())
 
 
 def _strings(column: Any) -> Iterator[memoryview | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -128,7 +129,9 @@ def _find_remote(address: str) -> tuple[list[Piece], list[str]]:
     with remote(address) as (filesystem, name):
         filesystem.invalidate_cache()
         if any(character in name for character in "*["):
-            matches = sorted((one for one in filesystem.glob(name) if filesystem.isfile(one)), key=os.fsencode)
+            fixed = re.split(r"[*[]", name, maxsplit=1)[0].rpartition("/")[0]
+            visible = _visible(filesystem.glob(name), fixed)
+            matches = sorted((one for one in visible if filesystem.isfile(one)), key=os.fsencode)
             known, others = [one for one in matches if file_kind(one)], [one for one in matches if not file_kind(one)]
             if not known:
                 raise CorpusError(f"{shown(address)}: the pattern matches no file of a known kind ({KNOWN})")

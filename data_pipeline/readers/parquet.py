@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from data_pipeline.readers.columns import column_path, read_column
+from data_pipeline.readers.columns import find_column, read_column
 from data_pipeline.readers.items import CorpusError, Document, Dropped, OnBytes, OnRaw, printable
 from data_pipeline.readers.places import Piece, open_seekable
 
@@ -31,14 +31,14 @@ def read_parquet(
             rows = file.metadata.num_rows
             if rows == 0:
                 yield Dropped(piece.shown, 0, "empty_file", "no rows")
-            names = column_path(file.schema_arrow, text_field)
-            if isinstance(names, str):
-                yield from (Dropped(piece.shown, row, "missing_text", names) for row in range(1, rows + 1))
+            where = find_column(file.schema_arrow, text_field)
+            if isinstance(where, str):
+                yield from (Dropped(piece.shown, row, "missing_text", where) for row in range(1, rows + 1))
                 on_bytes(size)
                 return
-            column = ".".join(names)
-            for batch in file.iter_batches(_batch_rows(file.metadata, column), columns=[column]):
-                yield from read_column(batch, names, piece.shown, position)
+            column = ".".join(where.names)
+            for batch in file.iter_batches(_batch_rows(file.metadata), columns=[column]):
+                yield from read_column(batch, where, piece.shown, position)
                 position += batch.num_rows
                 on_bytes(size * position // rows - told)
                 told = size * position // rows
@@ -48,16 +48,13 @@ def read_parquet(
         raise CorpusError(f"{piece.shown}: damaged or not a Parquet file ({printable(str(error))})") from None
 
 
-def _batch_rows(metadata: Any, column: str) -> int:
-    """Rows to decode at a time, fewer where they are long on average in some row group."""
-    fewest = _BATCH_ROWS
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        sizes = [
-            chunk.total_uncompressed_size
-            for chunk in map(group.column, range(group.num_columns))
-            if f"{chunk.path_in_schema}.".startswith(f"{column}.")
-        ]
-        if sum(sizes) > _BATCH_BYTES:
-            fewest = min(fewest, max(group.num_rows * _BATCH_BYTES // sum(sizes), 1))
-    return fewest
+def _batch_rows(metadata: Any) -> int:
+    """Rows to decode at a time, fewer where they are long on average in some row group.
+
+    By the size of all columns: pyarrow aborts the process over damaged statistics when it is asked for one column's.
+    """
+    rows = _BATCH_ROWS
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        if group.total_byte_size > _BATCH_BYTES:
+            rows = min(rows, max(group.num_rows * _BATCH_BYTES // group.total_byte_size, 1))
+    return rows

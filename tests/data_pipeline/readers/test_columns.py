@@ -1,0 +1,146 @@
+"""Rows of Parquet and Arrow files: nested and nullable columns, every kind of string, cuts, memory."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import ipc, parquet
+
+from data_pipeline.corpus import CorpusError, Document, Dropped, read_documents
+from data_pipeline.readers import parquet as parquet_module
+from tests.data_pipeline.conftest import CHINESE
+
+FORMATS = ["parquet", "stream", "file"]
+STRINGS = [
+    pyarrow.string(),
+    pyarrow.large_string(),
+    pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+    pyarrow.string_view(),
+]
+
+
+def write(path: Path, form: str, table: pyarrow.Table, rows: int = 300) -> Path:
+    """A table as Parquet, IPC stream or IPC file, in batches of so many rows; returns the path with its suffix."""
+    path = path.with_suffix(".parquet" if form == "parquet" else ".arrow")
+    if form == "parquet":
+        parquet.write_table(table, path, row_group_size=rows)
+        return path
+    new = ipc.new_stream if form == "stream" else ipc.new_file
+    with path.open("wb") as file, new(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows)
+    return path
+
+
+def read(path: Path, text_field: str = "text") -> list[Document | Dropped]:
+    return list(read_documents(path, text_field=text_field))
+
+
+def summary(items: list[Document | Dropped]) -> list[str]:
+    """Each item's text, or its reason in brackets."""
+    return [item.text if isinstance(item, Document) else f"<{item.reason}>" for item in items]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("kind", STRINGS, ids=str)
+def test_every_kind_of_string_column(tmp_path: Path, form: str, kind: Any) -> None:
+    rows = ["one", None, "", CHINESE, "\0", "tab\t\n"] * 150
+    table = pyarrow.table({"n": list(range(900)), "body": pyarrow.array(rows, pyarrow.string()).cast(kind)})
+    items = read(write(tmp_path / "a", form, table), "body")
+    assert [item.position for item in items] == list(range(1, 901))
+    assert summary(items) == [{None: "<null_text>", "": "<empty_text>"}.get(row, row) for row in rows]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_nested_and_nullable_columns(tmp_path: Path, form: str) -> None:
+    rows = [{"b": "deep", "c": 1}, None, {"b": None, "c": 2}, {"b": "", "c": None}]
+    table = pyarrow.table(
+        {
+            "a": rows,
+            "n": [1, 2, None, 4],
+            "list": [["x"], [], None, ["y"]],
+            "far": [{"x": {"y": {"z": "end"}}}, {"x": {"y": None}}, {"x": None}, None],
+            "a.c": ["literal", "dots", "win", None],
+            "none": pyarrow.nulls(4),
+        }
+    )
+    path = write(tmp_path / "a", form, table, rows=3)
+    assert summary(read(path, "a.b")) == ["deep", "<null_text>", "<null_text>", "<empty_text>"]
+    assert summary(read(path, "far.x.y.z")) == ["end", "<null_text>", "<null_text>", "<null_text>"]
+    assert summary(read(path, "a.c")) == ["literal", "dots", "win", "<null_text>"]
+    assert summary(read(path, "none")) == ["<null_text>"] * 4
+    other, null, missing = "<non_string_text>", "<null_text>", "<missing_text>"
+    assert summary(read(path, "n")) == [other, other, null, other]
+    assert summary(read(path, "list")) == summary(read(path, "list.x")) == [other, other, null, other]
+    assert summary(read(path, "a")) == [other, null, other, other]
+    for absent in ("b", "a.d", "a.b.c.d.", "", ".", "a.", "far.x.z"):
+        wanted = [other, null, null, other] if absent == "a.b.c.d." else [missing] * 4
+        assert summary(read(path, absent)) == wanted, absent
+
+
+def test_jsonl_nests_alike(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        '{"a": {"b": "deep"}}\n{"a": null}\n{"a": {"b": null}}\n{"a": {"b": ""}}\n{"a": {}}\n{"b": "x"}\n{"a": ["b"]}\n'
+        '{"a": "b"}\n{"a.b": "literal", "a": {"b": "deep"}}\n{"a": {"b": {"c": "x"}}}\n{"a": {"b": "\\ud800"}}\n'
+    )
+    assert summary(read(path, "a.b")) == [
+        "deep", "<null_text>", "<null_text>", "<empty_text>", "<missing_text>", "<missing_text>", "<non_string_text>",
+        "<non_string_text>", "literal", "<non_string_text>", "<lone_surrogate>",
+    ]  # fmt: skip
+    path.write_text('{"a": {"b.c": "x"}}\n{"a.b": {"c": "y"}}\n{"a": {"b": {"c": "z"}}}\n')
+    assert summary(read(path, "a.b.c")) == ["x", "<missing_text>", "z"]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_invalid_utf8_is_the_drop_of_its_row(tmp_path: Path, form: str) -> None:
+    column = pyarrow.array([b"good", b"\xff", b"also good"]).view(pyarrow.string())
+    assert summary(read(write(tmp_path / "a", form, pyarrow.table({"text": column})))) == [
+        "good", "<invalid_utf8>", "also good",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_slices_and_no_rows(tmp_path: Path, form: str) -> None:
+    table = pyarrow.table({"text": [str(number) for number in range(100)]})
+    assert summary(read(write(tmp_path / "a", form, table.slice(37, 20)))) == [str(n) for n in range(37, 57)]
+    path = write(tmp_path / "a", form, table.slice(0, 0))
+    assert read(path) == [Dropped(str(path), 0, "empty_file", "no rows")]
+    path.write_bytes(b"")
+    assert read(path) == [Dropped(str(path), 0, "empty_file")]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_cut_anywhere_is_noticed(tmp_path: Path, form: str) -> None:
+    path = write(tmp_path / "a", form, pyarrow.table({"text": [CHINESE, "two", "three"]}), rows=1)
+    whole = path.read_bytes()
+    assert len(read(path)) == 3
+    for length in [*range(1, len(whole) - 30, 9), *range(len(whole) - 30, len(whole))]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(CorpusError) as caught:
+            read(path)
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+    path.write_bytes(whole + b"something else")
+    with pytest.raises(CorpusError):
+        read(path)
+
+
+def test_long_rows_are_decoded_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row group of 64 MB, read with less than 16 MB: 256 rows at once would be 32 MB."""
+    monkeypatch.setattr(parquet_module, "_BATCH_BYTES", 1 << 20)
+    rows = [f"{number:07d}" * 18_000 for number in range(512)]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": rows}), path, write_batch_size=8, use_dictionary=False)
+    expected = Counter(len(row) for row in rows)
+    del rows
+    before = pyarrow.total_allocated_bytes()
+    lengths: Counter[int] = Counter()
+    most = 0
+    for item in read_documents(path):
+        assert isinstance(item, Document)
+        lengths[len(item.text)] += 1
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+    assert lengths == expected
+    assert most < 16_000_000

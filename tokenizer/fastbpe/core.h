@@ -34,6 +34,7 @@ struct fastbpe_vocabulary {
 struct fastbpe_stats {
     uint64_t hits, misses, evictions;  // segments, of the calls that have ended
     uint64_t cache_bytes;              // what the caches may hold, at most
+    uint64_t scratch_bytes;            // what is kept beside them until the next call
 };
 
 // Hash of the sources this was built from.

@@ -89,12 +89,13 @@ class EncoderOf final : public Encoder {
                 begin = ends[i];
                 id_ends[i] = ids_.size();
             }
+            publish();
         } catch (...) {
             ids_.release();
             merger_.release();
+            publish();
             throw;
         }
-        publish();
     }
 
     bool take(void* ids, size_t count) override {
@@ -102,6 +103,7 @@ class EncoderOf final : public Encoder {
         if (count != 0) std::memcpy(ids, ids_.data(), count * sizeof(Id));
         ids_.cut_to(0);
         if (ids_.capacity() * sizeof(Id) > kKeptBytes) ids_.release();
+        publish();
         return true;
     }
 
@@ -111,6 +113,7 @@ class EncoderOf final : public Encoder {
         stats.misses = misses_.load(std::memory_order_relaxed);
         stats.evictions = evictions_.load(std::memory_order_relaxed);
         stats.cache_bytes = short_.bytes() + long_.bytes();
+        stats.scratch_bytes = scratch_bytes_.load(std::memory_order_relaxed);
         return stats;
     }
 
@@ -266,6 +269,7 @@ class EncoderOf final : public Encoder {
         hits_.fetch_add(new_hits_, std::memory_order_relaxed);
         misses_.fetch_add(new_misses_, std::memory_order_relaxed);
         evictions_.fetch_add(new_evictions_, std::memory_order_relaxed);
+        scratch_bytes_.store(ids_.capacity() * sizeof(Id) + merger_.bytes(), std::memory_order_relaxed);
         new_hits_ = new_misses_ = new_evictions_ = 0;
     }
 
@@ -286,7 +290,8 @@ class EncoderOf final : public Encoder {
     Ids<Id> ids_;
     const uint8_t* readable_end_ = nullptr;  // no byte at or behind it may be read
     uint64_t new_hits_ = 0, new_misses_ = 0, new_evictions_ = 0;       // of this call
-    std::atomic<uint64_t> hits_{0}, misses_{0}, evictions_{0};  // of all before; read from any thread
+    std::atomic<uint64_t> hits_{0}, misses_{0}, evictions_{0};  // of all before; read from any thread, as is:
+    std::atomic<uint64_t> scratch_bytes_{0};
 };
 
 }  // namespace fastbpe

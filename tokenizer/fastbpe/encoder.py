@@ -43,6 +43,7 @@ class Stats:
     misses: int
     evictions: int
     cache_bytes: int  # of all encoders together, at most
+    scratch_bytes: int  # kept beside them until the next call
     model_bytes: int  # shared tables
 
 
@@ -100,6 +101,7 @@ class FastBPE:
             misses=sum(one.misses for one in stats),
             evictions=sum(one.evictions for one in stats),
             cache_bytes=sum(one.cache_bytes for one in stats),
+            scratch_bytes=sum(one.scratch_bytes for one in stats),
             model_bytes=self._model.bytes,
         )
 
@@ -122,7 +124,9 @@ class _Vocabulary(ctypes.Structure):
 class _Counts(ctypes.Structure):
     """fastbpe_stats of core.h."""
 
-    _fields_ = tuple((name, ctypes.c_uint64) for name in ("hits", "misses", "evictions", "cache_bytes"))
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("hits", "misses", "evictions", "cache_bytes", "scratch_bytes")
+    )
 
 
 class _Model:

@@ -102,6 +102,8 @@ class LongMerger {
         for (uint32_t i = 0; i != kEnd; i = nodes_[i].next) out += write_ids(model, nodes_[i].symbol, out);
     }
 
+    size_t bytes() const { return nodes_.capacity() * sizeof(Node) + heap_.capacity() * sizeof(uint64_t); }
+
     void release() {
         std::vector<Node>().swap(nodes_);  // `= {}` would keep the memory
         std::vector<uint64_t>().swap(heap_);

@@ -73,8 +73,8 @@ class FastBPE:
         """Ids of all texts end to end, uint16 or (vocabularies over 65,536) uint32, and where each text's ids end.
 
         Texts are UTF-8; a malformed byte counts as U+FFFD, as in SentencePiece. Time is linear in the bytes, n log n
-        in the characters of one segment without a safe cut. Raises MemoryError; OverflowError for a segment of 2^32
-        characters; TypeError for texts that are no bytes.
+        in the characters of one segment without a safe cut. Raises MemoryError; OverflowError for 2^32 - 1 characters
+        without a safe cut; TypeError for texts that are no bytes.
         """
         lengths = np.fromiter(map(len, texts), dtype=np.uint64, count=len(texts))
         joined = b"".join(texts)
@@ -196,7 +196,7 @@ _BAD_MODEL = 2
 _ERRORS: dict[int, Exception] = {
     1: ValueError("the compiled encoder was called with impossible sizes"),
     3: MemoryError("the compiled encoder got no memory"),
-    4: OverflowError("a text has 2^32 characters between which it can't be cut"),
+    4: OverflowError("a text has 2^32 - 1 or more characters between which it can't be cut"),
 }
 
 
@@ -215,10 +215,10 @@ def _core() -> ctypes.CDLL:
     try:
         core = ctypes.CDLL(str(path))
         core.fastbpe_build_id.restype = ctypes.c_char_p
-        built_from = core.fastbpe_build_id().decode("ascii")
+        stale = core.fastbpe_build_id().decode("ascii") != build_id(_FOLDER)
     except (OSError, AttributeError) as error:
         raise Unsupported(f"the compiled encoder can't be loaded ({error}); run `pip install -e .` again") from error
-    if built_from != build_id(_FOLDER):
+    if stale:
         raise Unsupported("the compiled encoder is older than its sources; run `pip install -e .` again")
 
     pointer, number = ctypes.c_void_p, ctypes.c_uint64

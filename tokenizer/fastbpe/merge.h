@@ -120,7 +120,7 @@ class LongMerger {
     void read(const Model& model, const uint8_t* p, const uint8_t* end) {
         size_t count = 0;
         for (const uint8_t* q = p; q < end; q++) count += (*q & 0xC0) != 0x80;
-        if (count >= kEnd) throw SegmentTooLong("a segment of 2^32 characters or more");
+        if (count >= kEnd) throw SegmentTooLong("a segment of 2^32 - 1 characters or more");
         nodes_.clear();
         nodes_.reserve(count);
         for (uint32_t i = 0; p < end; i++) nodes_.push_back({read_symbol(model, p, end), i - 1, i + 1, Merges::kNone});

@@ -59,6 +59,11 @@ def test_moving_text_between_files_is_a_change(folder: Path) -> None:
     assert build_id(folder) != before
 
 
+def test_a_source_that_is_missing_is_a_reason(folder: Path) -> None:
+    (folder / "core.h").unlink()
+    assert "can't be loaded" in reason()
+
+
 def test_no_core_is_a_reason(folder: Path) -> None:
     for path in folder.glob("_core*"):
         path.unlink()

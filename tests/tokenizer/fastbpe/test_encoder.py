@@ -317,6 +317,15 @@ def test_more_than_two_gigabytes_in_one_call(trained: dict[str, bytes], texts: l
     assert (one_id == one_id[0]).all()
 
 
+@pytest.mark.soak
+def test_a_segment_of_four_billion_characters_is_refused() -> None:
+    """Places in a segment are 32 bits. It is said before memory is asked for: this needs the text's 4 GiB alone."""
+    fast = FastBPE.build(ModelFile.parse(model_of("aa", "a")))
+    with pytest.raises(OverflowError, match=r"2\^32 - 1 or more"):
+        fast.encode([b"a" * ((1 << 32) - 1)])
+    assert fast.encode([b"aaa"])[0].tolist() == [259, 260]
+
+
 # ---------------------------------------------------------------- threads, forks, ends
 
 

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,28 +105,29 @@ def test_killed_it_continues_to_the_same_bytes(stdin: Stdin, lines: bytes, token
     """Killed while input comes in, and while it is worked on; then with the same input, and with none."""
     stdin.prepare(lines)
     whole = tree(stdin.out)
-    for again in (lines, b""):
-        out = stdin.out = stdin.out.with_name(f"out-{len(again)}")
-        command = [sys.executable, "-c", KILLED_BEHIND_ITS_SECOND_UNIT, str(tokenizer_folder), str(out)]
-        with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as process:
-            assert process.stdin is not None
-            process.stdin.write(lines[: len(lines) // 2])
-            process.stdin.flush()
-            while not list(out.glob(".prepare/stdin/.*.tmp")) and process.poll() is None:
-                time.sleep(0.01)
-            process.kill()
-        assert not list(out.glob(".prepare/stdin/*.jsonl"))
-        assert subprocess.run(command, cwd=ROOT, input=lines, check=False).returncode == -signal.SIGKILL
-        (kept,) = out.glob(".prepare/stdin/*")
-        assert kept.read_bytes() == lines
-        kept.write_bytes(lines[:-1] + b"x")
-        with pytest.raises(PrepareError, match="damaged"):
-            stdin.prepare(None)
-        kept.write_bytes(lines)
-        with pytest.raises(PrepareError, match="other bytes"):
-            stdin.prepare(lines + b"\n")
-        assert stdin.prepare(again, workers=2).units_done_before == 2
-        assert tree(out) == whole
+    out = stdin.out = stdin.out.with_name("killed")
+    command = [sys.executable, "-c", KILLED_BEHIND_ITS_SECOND_UNIT, str(tokenizer_folder), str(out)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write(lines[: len(lines) // 2])
+        process.stdin.flush()
+        while not list(out.glob(".prepare/stdin/.*.tmp")) and process.poll() is None:
+            time.sleep(0.01)
+        process.kill()
+    assert not list(out.glob(".prepare/stdin/*.jsonl"))
+    assert subprocess.run(command, cwd=ROOT, input=lines, check=False).returncode == -signal.SIGKILL
+    (kept,) = out.glob(".prepare/stdin/*")
+    assert kept.read_bytes() == lines
+    kept.write_bytes(lines[:-1] + b"x")
+    with pytest.raises(PrepareError, match="damaged"):
+        stdin.prepare(None)
+    kept.write_bytes(lines)
+    with pytest.raises(PrepareError, match="other bytes"):
+        stdin.prepare(lines + b"\n")
+    shutil.copytree(out, out.with_name("copy"))
+    for stdin.out, again in ((out, lines), (out.with_name("copy"), b"")):
+        assert stdin.prepare(again).units_done_before == 2
+        assert tree(stdin.out) == whole
 
 
 def test_what_was_kept_and_is_gone_must_come_again(stdin: Stdin, lines: bytes) -> None:

@@ -303,7 +303,7 @@ def test_time_grows_with_the_length_alone(name: str) -> None:
 
 @pytest.mark.soak
 def test_more_than_two_gigabytes_in_one_call(trained: dict[str, bytes], texts: list[str]) -> None:
-    """Text, and a segment's place in it, beyond 2^31 bytes; about 9 GB of memory."""
+    """Text, and a segment's place in it, beyond 2^31 bytes; about 11 GB of memory."""
     block = "".join(texts).encode()
     fast = FastBPE.build(ModelFile.parse(trained["as we train"]))
     block_ids, _ = fast.encode([block])

@@ -216,12 +216,11 @@ def test_texts_are_read_as_they_are_needed(codec: Codec) -> None:
         nonlocal read
         for number in range(60):
             read += 1
-            yield f"{number} " * (BATCH_BYTES // 20)
+            yield f"{number} " + "x " * 50_000
 
-    batch = 10  # of such texts, at most
     for given, ids in enumerate(codec.encode_documents(texts())):
         assert codec.decode(ids[:20]).startswith(f"{given} ")
-        assert read <= given + 2 * batch
+        assert read <= given + 11  # ten of such texts make a megabyte
     assert given == 59
 
 
@@ -309,6 +308,7 @@ def test_why_sentencepiece_encodes_is_said_once_a_process(unigram_folder: Path) 
     script = """
 import os, sys
 from tokenizer.codec import Codec
+from tokenizer.workers import in_processes
 if __name__ == "__main__":
     codec = Codec.load(sys.argv[1])
     if sys.stderr:
@@ -320,6 +320,7 @@ if __name__ == "__main__":
     os.wait()
     Codec.load(sys.argv[1]).encode("two")
     assert len(list(codec.encode_documents(["x" * 600_000] * 8, processes=2))) == 8
+    assert len(list(in_processes(codec.encode, ["in a worker"] * 8, 2))) == 8
 """
     command = [sys.executable, "-c", script, str(unigram_folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

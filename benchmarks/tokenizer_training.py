@@ -8,7 +8,8 @@ Three ways, each in a fresh process, in turn:
                       sample that ours drew, ready made. The model must be the same
     plain, lines      the same, but every line a sentence, as most people call it
 
-Time: from the first text to the last byte, imports not counted; medians. Memory: the most that the process and its
+Time: from the first text to the last byte, imports not counted; CPU time: of the whole process and its children, which
+says more where others use the machine too. Medians. Memory: the most that the process and its
 children held at once, seen fifty times a second.
 
     python benchmarks/tokenizer_training.py                                  # the sample corpus, small sizes
@@ -23,6 +24,7 @@ import itertools
 import json
 import os
 import random
+import resource
 import statistics
 import string
 import subprocess
@@ -76,6 +78,7 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, text_bytes: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    cpu_seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     peaks: dict[str, list[int]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -83,8 +86,9 @@ def measure(options: argparse.Namespace, text_bytes: int) -> dict[str, Any]:
         order = {"vocab_size": options.vocab_size, "model_type": options.model_type, "threads": options.threads}
         for _ in range(options.repetitions):
             for way in WAYS:
-                took, peak = run(way, folder, order)
+                took, took_cpu, peak = run(way, folder, order)
                 seconds[way].append(took)
+                cpu_seconds[way].append(took_cpu)
                 peaks[way].append(peak)
         ours, plain = (ModelFile.parse((folder / f"{way}.model").read_bytes()) for way in WAYS[:2])
         if ours.pieces != plain.pieces or not np.array_equal(ours.scores, plain.scores):
@@ -95,8 +99,10 @@ def measure(options: argparse.Namespace, text_bytes: int) -> dict[str, Any]:
         **{
             way: {
                 "seconds": statistics.median(seconds[way]),
+                "cpu_seconds": statistics.median(cpu_seconds[way]),
                 "peak_bytes": statistics.median(peaks[way]),
                 "time_ratio": statistics.median(seconds["ours"]) / statistics.median(seconds[way]),
+                "cpu_time_ratio": statistics.median(cpu_seconds["ours"]) / statistics.median(cpu_seconds[way]),
                 "memory_ratio": statistics.median(peaks["ours"]) / statistics.median(peaks[way]),
             }
             for way in WAYS
@@ -147,8 +153,9 @@ def swapped_letters(chance: random.Random) -> dict[int, str]:
     return str.maketrans(a + b + c + d, b + a + d + c)
 
 
-def run(way: str, folder: Path, order: dict[str, Any]) -> tuple[float, int]:
-    """Seconds and the most memory of one training in a fresh process."""
+def run(way: str, folder: Path, order: dict[str, Any]) -> tuple[float, float, int]:
+    """Seconds, seconds of CPU time and the most memory of one training in a fresh process."""
+    used_before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, str(Path(__file__).resolve()), "--worker", way, str(folder), json.dumps(order)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         peak = 0
@@ -159,7 +166,9 @@ def run(way: str, folder: Path, order: dict[str, Any]) -> tuple[float, int]:
         answer = process.stdout.read()
     if process.returncode:
         sys.exit(process.returncode)
-    return json.loads(answer)["seconds"], peak
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_seconds = used.ru_utime + used.ru_stime - used_before.ru_utime - used_before.ru_stime
+    return json.loads(answer)["seconds"], cpu_seconds, peak
 
 
 def held_bytes(process_id: int) -> int:
@@ -223,13 +232,14 @@ def to_text(report: dict[str, Any]) -> str:
         f"{report['model_type']}, {report['vocab_size']} pieces, {report['threads']} threads, {report['cpus']} CPUs, "
         f"sentencepiece {report['sentencepiece']}, medians of {report['repetitions']}; ratios: ours to each",
         "",
-        f"{'text':>9}  {'way':14}{'seconds':>9}{'ratio':>7}{'memory':>10}{'ratio':>7}",
+        f"{'text':>9}  {'way':14}{'seconds':>9}{'ratio':>7}{'CPU s':>9}{'ratio':>7}{'memory':>10}{'ratio':>7}",
     ]
     for size in report["sizes"]:
         for way in WAYS:
             one = size[way]
             lines.append(
                 f"{size['text_bytes'] / 1e6:6.0f} MB  {way:14}{one['seconds']:9.1f}{one['time_ratio']:7.2f}"
+                f"{one['cpu_seconds']:9.1f}{one['cpu_time_ratio']:7.2f}"
                 f"{one['peak_bytes'] / 1e6:7.0f} MB{one['memory_ratio']:7.2f}"
             )
     mutated = [size for size in report["sizes"] if size["passes_over_the_corpus"] > 1]

@@ -22,6 +22,7 @@ import sentencepiece
 from tokenizer.characters import (
     LOWEST_COVERAGE,
     NORMALIZATIONS,
+    CharacterCounts,
     count_characters,
     normalizer,
 )
@@ -98,63 +99,31 @@ def train(
     """
     say = on_notice or (lambda line: None)
     _check(model_type, normalization, split, vocab_size, reserve, vocab_multiple, character_coverage)
-    spare = reserve + -vocab_size % vocab_multiple
-    vocab_size += -vocab_size % vocab_multiple
-    symbols = arrange(control_symbols, user_symbols, spare=spare)
+    missing = -vocab_size % vocab_multiple
+    vocab_size += missing
     normalize = normalizer(normalization)
-    if vocab_size < symbols.fixed_pieces + MIN_LEARNED_PIECES:
-        raise TokenizerError(
-            f"vocabulary of {vocab_size} pieces is too small: {symbols.fixed_pieces} are fixed (4 control ids, "
-            f"{len(symbols.ids)} symbols, 256 bytes); give at least {symbols.fixed_pieces + MIN_LEARNED_PIECES}"
-        )
-    unstable = next((name for name in symbols.user if normalize and normalize(name) != name), None)
-    if unstable is not None:
-        raise TokenizerError(f"user symbol {unstable!r}: {normalization} would write it otherwise; choose another name")
+    symbols = arrange(control_symbols, user_symbols, spare=reserve + missing)
+    _check_symbols(symbols, normalize, vocab_size)
     refuse_occupied(out, overwrite=overwrite)
 
     started_at = time.monotonic()
     sample = _draw(texts, max_bytes=sample_bytes, seed=seed)
     held_out = sample.hold_out()
     unseen = sum(map(len, held_out)) >= MIN_MEASURED_BYTES
+    to_measure = held_out if unseen else sample.some(HELD_OUT_BYTES)
     sampled_pieces = len(sample)
-    read_at = time.monotonic()
+    read_seconds = time.monotonic() - started_at
+
     characters = count_characters(sample.pieces(), normalize)
     if split == "lines":
         characters.counts[ord("\n")] = 0
-    if character_coverage is None:
-        room = (vocab_size - symbols.fixed_pieces) * 2 // 5
-        character_coverage = characters.fitting_coverage(room, REQUIRED_CHARACTERS)
-    alphabet = characters.alphabet_size(character_coverage, REQUIRED_CHARACTERS)
-    if alphabet + symbols.fixed_pieces > vocab_size:
-        raise TokenizerError(
-            f"vocabulary of {vocab_size} pieces is too small: {symbols.fixed_pieces} are fixed, {alphabet} characters "
-            f"make {character_coverage:.2%} of the text; give at least {alphabet + symbols.fixed_pieces}, better twice "
-            "that"
-        )
+    character_coverage, alphabet = _alphabet(characters, character_coverage, vocab_size, symbols)
     if normalization != "identity":
         say(characters.loss())
     if sample.sampled_bytes >= MIN_ESTIMATED_BYTES:
         say(estimate(model_type, sample.sampled_bytes, characters.counting_seconds))
 
-    options: dict[str, Any] = {
-        "model_type": model_type,
-        "vocab_size": vocab_size,
-        "character_coverage": character_coverage,
-        "required_chars": REQUIRED_CHARACTERS.replace(" ", SPACE_MARK),
-        "byte_fallback": True,
-        "split_digits": True,
-        "normalization_rule_name": normalization,
-        "remove_extra_whitespaces": False,
-        "add_dummy_prefix": False,
-        "allow_whitespace_only_pieces": True,
-        "max_sentence_length": 4 * MAX_CHARACTERS,
-        **{f"{name}_id": token_id for name, token_id in CONTROL_IDS.items()},
-    }
-    if symbols.control:
-        options["control_symbols"] = list(symbols.control)
-    if symbols.user:
-        options["user_defined_symbols"] = list(symbols.user)
-    to_measure = held_out if unseen else sample.some(HELD_OUT_BYTES)
+    options = _options(model_type, normalization, vocab_size, character_coverage, symbols)
     digest = hashlib.sha256()
     trained = _train_model(
         _hashed(sample.drain(), digest),
@@ -167,7 +136,6 @@ def train(
     model = _without_threads(trained.model)
     codec = Codec(out, {MODEL_FILE: model})
     _verify(codec, ModelFile.parse(model), symbols, normalize)
-    measurement = measure(codec, to_measure, normalize, unseen=unseen)
 
     report = TrainReport(
         folder=out,
@@ -188,36 +156,17 @@ def train(
         character_coverage=character_coverage,
         changed_characters=characters.changed_characters,
         changed_pieces=characters.changed_texts,
-        measurement=measurement,
-        read_seconds=read_at - started_at,
+        measurement=measure(codec, to_measure, normalize, unseen=unseen),
+        read_seconds=read_seconds,
         train_seconds=trained.seconds,
         peak_bytes=trained.peak_bytes,
     )
-    description = {
-        "format": FORMAT,
-        "version": VERSION,
-        "type": f"sentencepiece-{model_type}",
-        "vocab_size": vocab_size,
-        "ids": CONTROL_IDS,
-        "symbols": symbols.ids,
-        "options": {**options, "split": split, "sample_bytes": sample_bytes, "seed": seed},
-        "corpus": {
-            "documents": sample.documents,
-            "text_bytes": sample.text_bytes,
-            "sampled_bytes": sample.sampled_bytes,
-            "sampled_sha256": digest.hexdigest(),
-            "cuts": sample.cuts,
-            "cuts_inside_words": sample.cuts_inside_words,
-            "reserved_characters": sample.reserved_characters,
-            "alphabet": alphabet,
-            "changed_characters": sum(characters.changed_characters.values()),
-            "changed_pieces": characters.changed_texts,
-            "provenance": dict(provenance or {}),
-        },
-        "versions": {"sentencepiece": sentencepiece.__version__},
-        "model_sha256": hashlib.sha256(model).hexdigest(),
-        "fingerprint": codec.fingerprint,
-    }
+    description = _description(
+        report,
+        options={**options, "split": split, "sample_bytes": sample_bytes, "seed": seed},
+        corpus={"sampled_sha256": digest.hexdigest(), "provenance": dict(provenance or {})},
+        model=model,
+    )
     files = {
         MODEL_FILE: model,
         DESCRIPTION_FILE: json.dumps(description, indent=2).encode("ascii") + b"\n",
@@ -256,6 +205,17 @@ def _check(
         raise TokenizerError(f"character coverage {character_coverage}: must be {LOWEST_COVERAGE} to 1")
 
 
+def _check_symbols(symbols: Symbols, normalize: Callable[[str], str] | None, vocab_size: int) -> None:
+    if vocab_size < symbols.fixed_pieces + MIN_LEARNED_PIECES:
+        raise TokenizerError(
+            f"vocabulary of {vocab_size} pieces is too small: {symbols.fixed_pieces} are fixed (4 control ids, "
+            f"{len(symbols.ids)} symbols, 256 bytes); give at least {symbols.fixed_pieces + MIN_LEARNED_PIECES}"
+        )
+    unstable = next((name for name in symbols.user if normalize and normalize(name) != name), None)
+    if unstable is not None:
+        raise TokenizerError(f"user symbol {unstable!r}: the normalisation would write it otherwise; choose another")
+
+
 def _draw(texts: Iterable[str | Weighted], *, max_bytes: int, seed: int) -> Sample:
     sample = Sample(max_bytes=max_bytes, seed=seed)
     for number, item in enumerate(texts):
@@ -271,6 +231,48 @@ def _draw(texts: Iterable[str | Weighted], *, max_bytes: int, seed: int) -> Samp
             f"no text to train on: {sample.documents} documents with {sample.text_bytes} bytes; check --input"
         )
     return sample
+
+
+def _alphabet(
+    characters: CharacterCounts, coverage: float | None, vocab_size: int, symbols: Symbols
+) -> tuple[float, int]:
+    """The coverage, where none is given the one that fits, and how many characters that makes."""
+    if coverage is None:
+        room = (vocab_size - symbols.fixed_pieces) * 2 // 5
+        coverage = characters.fitting_coverage(room, REQUIRED_CHARACTERS)
+    alphabet = characters.alphabet_size(coverage, REQUIRED_CHARACTERS)
+    least = alphabet + symbols.fixed_pieces
+    if least > vocab_size:
+        raise TokenizerError(
+            f"vocabulary of {vocab_size} pieces is too small: {symbols.fixed_pieces} are fixed, {alphabet} characters "
+            f"make {coverage:.2%} of the text; give at least {least}, better twice that"
+        )
+    return coverage, alphabet
+
+
+def _options(
+    model_type: str, normalization: str, vocab_size: int, character_coverage: float, symbols: Symbols
+) -> dict[str, Any]:
+    """What SentencePiece is told, all but the number of threads. It has other defaults for most of this."""
+    options: dict[str, Any] = {
+        "model_type": model_type,
+        "vocab_size": vocab_size,
+        "character_coverage": character_coverage,
+        "required_chars": REQUIRED_CHARACTERS.replace(" ", SPACE_MARK),
+        "byte_fallback": True,
+        "split_digits": True,
+        "normalization_rule_name": normalization,
+        "remove_extra_whitespaces": False,
+        "add_dummy_prefix": False,
+        "allow_whitespace_only_pieces": True,
+        "max_sentence_length": 4 * MAX_CHARACTERS,
+        **{f"{name}_id": token_id for name, token_id in CONTROL_IDS.items()},
+    }
+    if symbols.control:
+        options["control_symbols"] = list(symbols.control)
+    if symbols.user:
+        options["user_defined_symbols"] = list(symbols.user)
+    return options
 
 
 # ---------------------------------------------------------------- training
@@ -350,3 +352,36 @@ def _verify(codec: Codec, model: ModelFile, symbols: Symbols, normalize: Callabl
             f"sentencepiece {sentencepiece.__version__} made a tokenizer that is not lossless or has other ids than "
             "asked for; use the pinned version"
         )
+
+
+def _description(
+    report: TrainReport, *, options: Mapping[str, Any], corpus: Mapping[str, object], model: bytes
+) -> dict[str, Any]:
+    """description.json. Nothing in it depends on time or place."""
+    counted = (
+        "documents",
+        "text_bytes",
+        "sampled_bytes",
+        "cuts",
+        "cuts_inside_words",
+        "reserved_characters",
+        "alphabet",
+    )
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "type": f"sentencepiece-{report.model_type}",
+        "vocab_size": report.vocab_size,
+        "ids": CONTROL_IDS,
+        "symbols": report.symbols,
+        "options": dict(options),
+        "corpus": {
+            **{name: getattr(report, name) for name in counted},
+            "changed_characters": sum(report.changed_characters.values()),
+            "changed_pieces": report.changed_pieces,
+            **corpus,
+        },
+        "versions": {"sentencepiece": sentencepiece.__version__},
+        "model_sha256": hashlib.sha256(model).hexdigest(),
+        "fingerprint": report.fingerprint,
+    }

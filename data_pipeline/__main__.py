@@ -60,6 +60,11 @@ Examples:
   python -m data_pipeline trace runs/mini --doc en:4711
   python -m data_pipeline trace runs/mini --step 1200 --no-files --json
 """
+_PACK_EXAMPLES = """\b
+Examples:
+  python -m data_pipeline pack data/x --seq-len 2048
+  python -m data_pipeline pack data/x --seq-len 1024 --json
+"""
 _CONVERT_EXAMPLES = """\b
 Examples:
   python -m data_pipeline convert data/x --to megatron --out data/x-megatron
@@ -257,6 +262,39 @@ def inspect_command(
         _print_segments(segments, places, with_ids=ids)
 
 
+@app.command("pack", epilog=_PACK_EXAMPLES)
+def pack_command(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="A collection made by `prepare` or `convert`.")],
+    seq_len: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Slots of a row: the recipe's model.seq_len.")],
+    json_output: Annotated[bool, typer.Option("--json", help="Report as JSON.")] = False,
+) -> None:
+    """Plan the rows for a recipe with data.packing = "best_fit": documents whole wherever they fit.
+
+    Written beside the data, from the document ends alone, the same bytes whenever it is made. Also says what this
+    packing and windows over the stream cut, pad and drop.
+    """
+    from data_pipeline.packing_plan import make_plan, packing_figures
+    from data_pipeline.shards import open_collection
+
+    began_at = time.monotonic()
+    collection = open_collection(path)
+    plan, is_new = make_plan(collection, seq_len)
+    packed = packing_figures(collection, "best_fit", seq_len, plan)
+    windows = packing_figures(collection, "concat", seq_len, None)
+    seconds = time.monotonic() - began_at
+    if json_output:
+        figures = {
+            name: {"best_fit": packed[name].to_dict(), "concat": windows[name].to_dict()} for name in plan.sources
+        }
+        facts = {"plan": str(plan.folder), "made_now": is_new, "plan_sha256": plan.planned.sha256}
+        _print_json({**facts, "sources": figures, "seconds": seconds})
+        return
+    for name in plan.sources:
+        print(f"{name}, best_fit: {packed[name].to_text()}")
+        print(f"{name}, concat:   {windows[name].to_text()}")
+    print(f"{plan.folder}: {'written whole' if is_new else 'was complete already; checked'}, {seconds:.1f} s")
+
+
 @app.command("trace", epilog=_TRACE_EXAMPLES)
 def trace_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory of `pretrain run`.")],
@@ -294,7 +332,7 @@ def trace_command(
     order, batch = recorded.order, recorded.global_batch_size
     streams = {name: TokenStream(source.splits["train"]) for name, source in recorded.collection.sources.items()}
     if step is not None:
-        reads = list(documents_read(order, streams, samples_of_step(step - 1, batch)))
+        reads = list(documents_read(order, streams, samples_of_step(step - 1, batch), recorded.plan))
         asked: dict[str, Any] = {"step": step, "reached": step <= recorded.step}
     else:
         name, colon, number = (doc or "").rpartition(":")
@@ -302,7 +340,7 @@ def trace_command(
             raise DataFormatError(f"--doc {doc}: say SOURCE:D, such as en:4711 (0 is the first)")
         looked_at = recorded.step if steps is None else steps
         try:
-            reads = reads_of_document(order, streams, name, int(number), samples=looked_at * batch)
+            reads = reads_of_document(order, streams, name, int(number), samples=looked_at * batch, plan=recorded.plan)
         except ValueError as error:
             raise DataFormatError(f"{recorded.collection.path}: {error}") from None
         asked = {"source": name, "document": int(number), "steps": looked_at}

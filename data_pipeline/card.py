@@ -18,12 +18,16 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.durable import write_file
+from data_pipeline.order import PackingMode
+from data_pipeline.packing import PackingFigures, measure_packing
 from data_pipeline.shards import SPLITS, Collection, DataFormatError, Source, Split, SplitName, TokenStream
 from tokenizer.codec import Codec
 
 SAMPLED_DOCUMENTS = 200
 PICTURES = (".png", ".svg", ".pdf")
 SAMPLED_TOKENS = 2048  # of each document sampled, from its start
+
+_COMPARED: dict[PackingMode, str] = {"concat": "concat, concat_masked", "best_fit": "best_fit"}
 
 # The first word of a letter's Unicode name, where it is not itself the name to show.
 _SCRIPTS = {
@@ -57,6 +61,7 @@ class Card:
     collection: Collection
     lengths: dict[str, dict[SplitName, Lengths]]
     scripts: dict[str, dict[str, float]]
+    packing: dict[str, dict[PackingMode, PackingFigures]]
     seq_len: int
 
 
@@ -67,7 +72,11 @@ def make_card(collection: Collection, codec: Codec, *, seq_len: int, seed: int =
         for name, source in collection.sources.items()
     }
     scripts = {name: script_shares(source, codec, seed=seed) for name, source in collection.sources.items()}
-    return Card(collection, lengths, scripts, seq_len)
+    packing = {
+        name: {mode: measure_packing(source.splits["train"], seq_len, mode) for mode in _COMPARED}
+        for name, source in collection.sources.items()
+    }
+    return Card(collection, lengths, scripts, packing, seq_len)
 
 
 def measure_lengths(split: Split) -> Lengths | None:
@@ -151,7 +160,7 @@ def render_card(card: Card, picture: str | None = None) -> str:
                 f"| {name} | {side} | {split.documents:,} | {split.tokens:,} | {split.text_bytes:,} | {ratio}"
                 f" | {len(split.shards)} |"
             )
-    lines += ["", *_made_of(collection), *_windows(card), *_lengths(card, picture), *_scripts(card)]
+    lines += ["", *_made_of(collection), *_windows(card), *_packing(card), *_lengths(card, picture), *_scripts(card)]
     return "\n".join(lines) + "\n"
 
 
@@ -189,6 +198,22 @@ def _windows(card: Card) -> list[str]:
         left = tokens - (windows * card.seq_len + 1) if windows else tokens
         lines.append(f"| {name} | {windows:,} | {left:,} |")
     return [*lines, "", "Windows run over the ends of documents; nothing is padded.", ""]
+
+
+def _packing(card: Card) -> list[str]:
+    lines = [
+        f"## What packing into rows of {card.seq_len:,} does", "",
+        "| source | packing | rows | documents cut | longer than a row | tokens padded | tokens never a target |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]  # fmt: skip
+    for name, modes in card.packing.items():
+        for mode, one in modes.items():
+            lines.append(
+                f"| {name} | {_COMPARED[mode]} | {one.rows:,} | {one.documents_cut:,} ({one.cut_share:.2%})"
+                f" | {one.documents_too_long:,} | {one.tokens_padded:,} ({one.padded_share:.3%})"
+                f" | {one.tokens_dropped:,} ({one.dropped_share:.3%}) |"
+            )
+    return [*lines, "", "In an epoch of the training split.", ""]
 
 
 def _lengths(card: Card, picture: str | None) -> list[str]:

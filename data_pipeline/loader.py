@@ -11,15 +11,17 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline.order import SampleOrder
+from data_pipeline.order import Addresses, SampleOrder
+from data_pipeline.packing import number_documents
+from data_pipeline.packing_plan import PackingPlan
 
 READ_AHEAD_WINDOWS = 256
 LOCATED_AT_ONCE = 4096  # at most; a loader begins with few, so that the first batch is there at once
@@ -27,6 +29,7 @@ IGNORED_TARGET = -100
 _CLOSE_SECONDS = 10.0
 
 Int64Array = npt.NDArray[np.int64]
+Pieces: TypeAlias = Sequence[tuple[int, int]]  # (first, end) of the tokens read: targets, and the one before them
 
 
 class Stream(Protocol):
@@ -43,12 +46,14 @@ class Stream(Protocol):
 class Batch:
     """A micro-batch. inputs, targets: int64 (micro_batch_size, seq_len); samples: global numbers (micro_batch_size,).
 
-    targets[:, t] is the token behind inputs[:, t]. The arrays are the caller's own.
+    targets[:, t] is the token behind inputs[:, t], or -100 where a row has none. `documents` numbers the documents of
+    each row, (micro_batch_size, seq_len), where attention is to stay within them. The arrays are the caller's own.
     """
 
     inputs: Int64Array
     targets: Int64Array
     samples: Int64Array
+    documents: Int64Array | None = None
 
 
 class Loader:
@@ -57,6 +62,8 @@ class Loader:
     With B = micro_batch_size x gradient_accumulation_steps x world_size, step s reads samples first_sample + sB to
     first_sample + (s+1)B - 1; row j of its micro-step m on rank r is number (m x world_size + r) x micro_batch_size + j
     of them: all ranks read one global order, each its slice.
+
+    Orders that isolate documents need `eos_id`, those over the rows of a plan also that `plan`.
 
     One thread keeps up to `prefetch` batches ready. An error in it is raised by `next` after the batches read before
     it, and again at every further call. ValueError: numbers that do not fit, streams that are not those of the order.
@@ -73,6 +80,8 @@ class Loader:
         gradient_accumulation_steps: int,
         first_sample: int,
         prefetch: int = 4,
+        eos_id: int | None = None,
+        plan: PackingPlan | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} does not exist among {world_size} ranks")
@@ -86,12 +95,16 @@ class Loader:
                 raise ValueError(f"there is no stream for source {name!r}")
             if streams[name].tokens != tokens:
                 raise ValueError(f"source {name!r} has {streams[name].tokens:,} tokens, the order counts {tokens:,}")
+        if order.packing != "concat" and eos_id is None:
+            raise ValueError(f"packing {order.packing!r} needs the EOS id")
+        if order.packing == "best_fit" and (plan is None or plan.planned.rows != order.windows):
+            raise ValueError("the order goes over the rows of a packing plan, and this is not the one")
         self._first_sample = first_sample
         self._accumulation = gradient_accumulation_steps
         self._global_batch_size = micro_batch_size * gradient_accumulation_steps * world_size
         self._given = 0
         self._thread = _Prefetcher(
-            _Rows(order, streams, rank, world_size, micro_batch_size, first_sample),
+            _Rows(order, streams, rank, world_size, micro_batch_size, first_sample, eos_id, plan),
             prefetch,
         )
         # The thread knows nothing of this object, so a loader that is dropped, or still open when the interpreter
@@ -138,56 +151,92 @@ def samples_of_micro_steps(
 
 
 class _Rows:
-    """Reads the micro-batches of one rank in order, announcing windows to the streams some hundreds ahead."""
+    """Reads the micro-batches of one rank in order, announcing what they read to the streams some hundreds ahead."""
 
     def __init__(
-        self, order: SampleOrder, streams: Mapping[str, Stream], rank: int, world_size: int, micro: int, first: int
+        self,
+        order: SampleOrder,
+        streams: Mapping[str, Stream],
+        rank: int,
+        world_size: int,
+        micro: int,
+        first: int,
+        eos_id: int | None,
+        plan: PackingPlan | None,
     ) -> None:
         self._order, self._streams = order, streams
         self._rank, self._world_size, self._micro, self._first = rank, world_size, micro, first
+        self._eos_id, self._packed = eos_id, plan
 
     def batches(self) -> Iterator[Batch]:
         announced: deque[_Planned] = deque()
         for planned in self._plan():
-            for stream, start in planned.rows:
-                stream.will_need(start, start + self._order.seq_len + 1)
+            for stream, pieces in planned.rows:
+                for start, stop in pieces:
+                    stream.will_need(max(0, start), stop)
             announced.append(planned)
             if len(announced) * self._micro > READ_AHEAD_WINDOWS:
                 yield self._read(announced.popleft())
 
     def _plan(self) -> Iterator[_Planned]:
-        """Where the windows of each micro-batch stand. Located in blocks: arithmetic on arrays is cheap."""
+        """Where the rows of each micro-batch stand. Located in blocks: arithmetic on arrays is cheap."""
         begin, at_once = 0, -(-READ_AHEAD_WINDOWS // self._micro)
         while True:
             numbers = np.arange(begin, begin + at_once, dtype=np.int64)
             starts = self._first + (numbers * self._world_size + self._rank) * self._micro
             samples = starts[:, None] + np.arange(self._micro)
-            found = self._order.locate_many(samples)
-            streams = [self._streams[name] for name in found.names]
-            rows = [
-                (streams[source], window * self._order.seq_len)
-                for source, window in zip(found.sources.tolist(), found.windows.tolist(), strict=True)
-            ]
+            rows = self._places(self._order.locate_many(samples))
             for place, row in enumerate(samples):
                 yield _Planned(row.copy(), rows[place * self._micro : (place + 1) * self._micro])
             begin, at_once = begin + at_once, min(2 * at_once, -(-LOCATED_AT_ONCE // self._micro))
 
+    def _places(self, found: Addresses) -> list[tuple[Stream, Pieces]]:
+        """The tokens that each row reads: one range for a window, one for each piece of a packed row."""
+        packed, seq_len = self._packed, self._order.seq_len
+        streams = [self._streams[name] for name in found.names]
+        pairs = zip(found.sources.tolist(), found.windows.tolist(), strict=True)
+        if packed is not None:
+            return [(streams[source], packed.row(found.names[source], row)) for source, row in pairs]
+        return [(streams[source], ((window * seq_len, window * seq_len + seq_len + 1),)) for source, window in pairs]
+
     def _read(self, planned: _Planned) -> Batch:
-        seq_len = self._order.seq_len
-        inputs = np.empty((self._micro, seq_len), np.int64)
+        if self._packed is not None:
+            return self._read_packed(planned)
+        inputs = np.empty((self._micro, self._order.seq_len), np.int64)
         targets = np.empty_like(inputs)
-        for row, (stream, start) in enumerate(planned.rows):
-            window = stream.read(start, start + seq_len + 1)
+        for row, (stream, ((start, stop),)) in enumerate(planned.rows):
+            window = stream.read(start, stop)
             inputs[row] = window[:-1]
             targets[row] = window[1:]
-        return Batch(inputs, targets, planned.samples)
+        documents = None
+        if self._order.packing != "concat" and self._eos_id is not None:
+            documents = number_documents(inputs, self._eos_id)
+        return Batch(inputs, targets, planned.samples, documents)
+
+    def _read_packed(self, planned: _Planned) -> Batch:
+        """Piece behind piece, each a document of its own; what is left of a row is one more, of EOS without targets."""
+        shape = self._micro, self._order.seq_len
+        inputs, targets = np.full(shape, self._eos_id, np.int64), np.full(shape, IGNORED_TARGET, np.int64)
+        documents = np.empty(shape, np.int64)
+        for row, (stream, pieces) in enumerate(planned.rows):
+            begin = 0
+            for number, (start, stop) in enumerate(pieces):
+                end = begin + stop - start - 1
+                tokens = stream.read(max(0, start), stop)
+                targets[row, begin:end] = tokens[begin - end :]
+                # The stream's first document has no token before it: its context is the EOS written there already.
+                inputs[row, end - len(tokens) + 1 : end] = tokens[:-1]
+                documents[row, begin:end] = number
+                begin = end
+            documents[row, begin:] = len(pieces)
+        return Batch(inputs, targets, planned.samples, documents)
 
 
 class _Planned(NamedTuple):
-    """A micro-batch to be read: its sample numbers, and the stream and first token of each row."""
+    """A micro-batch to be read: its sample numbers, and the stream and ranges of tokens of each row."""
 
     samples: Int64Array
-    rows: list[tuple[Stream, int]]
+    rows: list[tuple[Stream, Pieces]]
 
 
 class _Prefetcher(threading.Thread):

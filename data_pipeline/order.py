@@ -6,6 +6,7 @@ costs, a resumed run reads what an uninterrupted one would have read, a longer r
 
 Windows. A source is one stream of N tokens; window j of n = (N-1)//T reads tokens jT to jT+T inclusive (inputs the
 first T, targets the last T). The N - nT - 1 tokens behind the last window are never read; `describe` counts them.
+Where documents are packed (``best_fit``), the rows of a plan made beforehand take the windows' place: n of them.
 
 Permutation of 0..n-1 under a 64-bit key. A Feistel network on the smallest binary domain of b >= 6 bits that holds n,
 b//2 low bits and the rest high. Ten rounds in turn: high ^= F(low), low ^= F(high), ... where F of round r is output
@@ -44,13 +45,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 ORDER_VERSION = 1
 MAX_PERIOD = 65_536
+
+PackingMode = Literal["concat", "concat_masked", "best_fit"]  # what they mean: packing.py
+PACKING_MODES: tuple[PackingMode, ...] = get_args(PackingMode)
 
 _ROUNDS = 10
 _SMALLEST_DOMAIN_BITS = 6
@@ -279,8 +283,16 @@ class _PlannedStage:
 
 
 @dataclass(frozen=True)
+class PlannedRows:
+    """What the order must know of a packing plan: each source's number of rows, and a hash of what stands in them."""
+
+    rows: Mapping[str, int]
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Address:
-    """A window of a source, as read in one epoch (both from 0)."""
+    """A window, or row of a packing plan, of a source, as read in one epoch (both from 0)."""
 
     source: str
     epoch: int
@@ -303,11 +315,24 @@ class SampleOrder:
     `tokens` gives each source's number of tokens (its training split), `seq_len` the window's T. Without stages each
     source comes in proportion to its number of windows. Cost: one schedule of up to 65,536 places a stage.
 
+    `packing` says how a row is made of documents. "best_fit" needs `planned`: rows of a plan are then what is called
+    windows here. "concat_masked" reads the windows of "concat" in the same order; it is told apart by `describe`.
+
     ValueError, one line: a seed outside 0..2^64-1, seq_len < 1, stages that do not begin at 0 and ascend, a stage
-    that names an unknown source, weights that do not work, a source with weight but without a single window.
+    that names an unknown source, weights that do not work, a source with weight but without a single window, a plan
+    without "best_fit" or of other sources.
     """
 
-    def __init__(self, *, seed: int, seq_len: int, tokens: Mapping[str, int], stages: Sequence[Stage] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        seed: int,
+        seq_len: int,
+        tokens: Mapping[str, int],
+        stages: Sequence[Stage] = (),
+        packing: PackingMode = "concat",
+        planned: PlannedRows | None = None,
+    ) -> None:
         if not 0 <= seed <= _MASK:
             raise ValueError(f"seed {seed} is not an unsigned 64-bit number")
         if seq_len < 1:
@@ -315,7 +340,16 @@ class SampleOrder:
         self.seed = seed
         self.seq_len = seq_len
         self.tokens = {name: tokens[name] for name in sorted(tokens)}
-        self.windows = {name: max(0, (count - 1) // seq_len) for name, count in self.tokens.items()}
+        self.packing = packing
+        self._plan_sha256 = planned.sha256 if planned is not None else None
+        if (packing == "best_fit") != (planned is not None):
+            raise ValueError(f"packing {packing!r} and {'no' if planned is None else 'a'} plan do not go together")
+        if planned is not None and sorted(planned.rows) != sorted(self.tokens):
+            raise ValueError(f"the plan is of sources {sorted(planned.rows)}, the data of {sorted(self.tokens)}")
+        self.windows = {
+            name: max(0, (count - 1) // seq_len) if planned is None else planned.rows[name]
+            for name, count in self.tokens.items()
+        }
         if not any(self.windows.values()):
             counts = ", ".join(f"{name} has {count:,}" for name, count in self.tokens.items()) or "there is no source"
             raise ValueError(f"no source has the {seq_len + 1:,} tokens of one window (seq_len {seq_len:,}): {counts}")
@@ -417,6 +451,7 @@ class SampleOrder:
 
     def describe(self) -> dict[str, Any]:
         """All that fixes the order, and what it leaves unread, as JSON: to be stored in a checkpoint."""
+        packing = {} if self.packing == "concat" else {"packing": self.packing, "plan_sha256": self._plan_sha256}
         return {
             "order_version": ORDER_VERSION,
             "seed": self.seed,
@@ -429,11 +464,18 @@ class SampleOrder:
                 name: {
                     "tokens": count,
                     "windows": self.windows[name],
-                    "tokens_left_over": count - (self.windows[name] * self.seq_len + 1 if self.windows[name] else 0),
+                    "tokens_left_over": self._left_over(name),
                 }
                 for name, count in self.tokens.items()
             },
+            **packing,
         }
+
+    def _left_over(self, name: str) -> int:
+        """Tokens that no window reads; a plan's rows read all."""
+        if self.packing == "best_fit":
+            return 0
+        return self.tokens[name] - (self.windows[name] * self.seq_len + 1 if self.windows[name] else 0)
 
 
 def difference(stored: Mapping[str, Any], current: Mapping[str, Any], *, consumed_samples: int = 0) -> str | None:
@@ -444,9 +486,10 @@ def difference(stored: Mapping[str, Any], current: Mapping[str, Any], *, consume
     """
 
     def relevant(description: Mapping[str, Any]) -> dict[str, Any]:
+        description = {"packing": "concat", "plan_sha256": None, **description}
         stages = description.get("stages")
         if not isinstance(stages, list) or not consumed_samples:
-            return dict(description)
+            return description
         return {**description, "stages": [stage for stage in stages if stage["first_sample"] < consumed_samples]}
 
     found = _differences("", relevant(stored), relevant(current))

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.order import SampleOrder, Stage, difference
+from data_pipeline.order import PACKING_MODES, SampleOrder, Stage, difference
+from data_pipeline.packing_plan import PackingPlan, read_order
 from data_pipeline.shards import Collection, DataFormatError, open_collection
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +34,7 @@ class RecordedRun:
     path: Path
     collection: Collection
     order: SampleOrder
+    plan: PackingPlan | None
     global_batch_size: int
     micro_batch_size: int
     step: int
@@ -61,19 +63,24 @@ def read_run(path: Path, data: Path | None = None) -> RecordedRun:
         stages = [Stage(one["from_tokens"] // seq_len, one["weights"]) for one in recipe["data"].get("stages", [])]
         sizes = (batch["global_batch_size"], batch["micro_batch_size"])
         seed, max_steps = recipe["seed"], recipe["schedule"]["max_steps"]
+        wanted = recipe["data"].get("packing", "concat")
     except (KeyError, TypeError):
         raise DataFormatError(f"{recipe_path}: a key of the data, batch or schedule is missing") from None
+    packing = next((one for one in PACKING_MODES if one == wanted), None)
+    if packing is None:
+        raise DataFormatError(f"{recipe_path}: data.packing is {wanted!r}, none of {', '.join(PACKING_MODES)}")
     collection = open_collection(where)
-    tokens = {name: source.splits["train"].tokens for name, source in collection.sources.items()}
     try:
-        order = SampleOrder(seed=seed, seq_len=seq_len, tokens=tokens, stages=stages)
+        order, plan = read_order(collection, packing=packing, seed=seed, seq_len=seq_len, stages=stages)
+    except DataFormatError:  # it names the plan and what to do
+        raise
     except ValueError as error:
         raise DataFormatError(f"{recipe_path} does not fit {where}: {error}") from None
     if state is not None:
         _refuse_other_data(state, order, collection, sizes[0], state_path)
     step = max(_last_step(path / "metrics.jsonl"), 0 if state is None else state["global_step"])
     return RecordedRun(
-        path, collection, order, *sizes, step=step, max_steps=max_steps,
+        path, collection, order, plan, *sizes, step=step, max_steps=max_steps,
         checked_against=None if state is None else state_path.parent,
     )  # fmt: skip
 

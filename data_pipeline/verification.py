@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.origins import Lost, Origin, find_origins
+from data_pipeline.packing_plan import check_plans
 from data_pipeline.shards import (
     CRC_BLOCK_BYTES,
     HEADER_BYTES,
@@ -37,7 +38,8 @@ def verify_collection(path: Path | str, *, full: bool, on_bytes: Callable[[int],
     """Quick checks (`open_collection`, and the plan that `prepare` left), or with `full` every byte.
 
     Full: CRC32 of every token block, document ends ascending, EOS at each end and nowhere else, the largest id,
-    SHA-256 of every file. DataFormatError names the first fault. `on_bytes` hears of the bytes of tokens read.
+    SHA-256 of every file; packing plans, in which each token stands once. DataFormatError names the first fault.
+    `on_bytes` hears of the bytes of tokens read.
     """
     collection = open_collection(path)
     if (collection.path / PLAN_PATH).exists():
@@ -48,6 +50,7 @@ def verify_collection(path: Path | str, *, full: bool, on_bytes: Callable[[int],
             for split in source.splits.values():
                 for shard in split.shards:
                     verify_shard(shard, collection.eos_id, on_bytes)
+        check_plans(collection)
     return collection
 
 

@@ -91,7 +91,8 @@ def test_every_byte_after_every_beginning_of_a_character(check: Check) -> None:
 def test_ties_go_to_the_leftmost_and_scores_compare_as_sentencepiece_does(check: Check) -> None:
     letters = [(letter, 0.0, PieceType.NORMAL) for letter in "abc"]
     close = np.nextafter(np.float32(1), np.float32(2)).item()
-    for one, other in ((1.0, 1.0), (1.0, close), (close, 1.0), (0.0, -0.0), (-0.0, 0.0), (1e-45, 0.0), (-3e38, 3e38)):
+    unequal = [(1.0, close), (0.0, -0.0), (1e-45, 0.0), (0.0, -1e-45), (3e38, -3e38)]
+    for one, other in [(1.0, 1.0), *unequal, *((low, high) for high, low in unequal)]:
         pieces = [*CONTROLS, ("ab", one, PieceType.NORMAL), ("bc", other, PieceType.NORMAL), *letters]
         check(write_model(pieces, byte_fallback=False, dummy_prefix=False), [b"abc", b"abcabc", b"cabca", b"bcab"])
 

@@ -43,7 +43,7 @@ from tokenizer.folder import (
 from tokenizer.model_file import ModelFile, TokenizerError
 from tokenizer.reference import Encoder, Ends, Ids, Reference, split
 from tokenizer.selftest import ADVICE, difference, self_test
-from tokenizer.workers import in_processes
+from tokenizer.workers import in_processes, in_threads
 
 __all__ = [
     "DESCRIPTION_FILE",
@@ -155,23 +155,33 @@ class Codec:
         plain: list[int] = ids.tolist()
         return [self.bos_id] * bos + plain + [self.eos_id] * eos
 
-    def encode_documents(self, texts: Iterable[str], *, processes: int = 1) -> Iterator[npt.NDArray[np.uint32]]:
+    def encode_documents(
+        self, texts: Iterable[str], *, processes: int = 1, threads: int = 1
+    ) -> Iterator[npt.NDArray[np.uint32]]:
         """Yield the ids of each text, (tokens,), in order, control ids in none of them; the texts are read as they are
         needed.
 
-        Memory: batches of at most a megabyte of text, or of one longer text, and their ids: one batch, or two a
-        process. Arrays of one batch may share memory: copy those of which few are kept for long. With `processes`
-        above 1 other processes encode (see `tokenizer.workers`): worth it from some ten megabytes of text on.
+        Memory: batches of at most a megabyte of text, or of one longer text, and their ids: one batch, or two a worker.
+        Arrays of one batch may share memory: copy those of which few are kept for long.
+
+        With `threads` above 1 other threads encode, all cores at work without a start-up. With `processes` above 1
+        other processes do, which takes them most of a second to start (see `tokenizer.workers`): for consumers that
+        keep the interpreter busy themselves.
 
         Raises TokenizerError, for a lone surrogate and when an encoding differs from SentencePiece's naming the text by
         its place; and when a process dies. Some ids of texts before are not given then.
         """
-        if processes < 1:
-            raise TokenizerError(f"{processes} processes can't encode; give 1 or more")
+        if min(processes, threads) < 1 or processes > 1 < threads:
+            raise TokenizerError(f"{processes} processes, {threads} threads: give 1 or more of one of them")
         self.say_note()
-        batches = _batches(texts)
-        work = self._encode_batch
-        for ids, ends in in_processes(work, batches, processes) if processes > 1 else map(work, batches):
+        batches, work = _batches(texts), self._encode_batch
+        if processes > 1:
+            results = in_processes(work, batches, processes)
+        elif threads > 1:
+            results = in_threads(work, batches, threads)
+        else:
+            results = map(work, batches)
+        for ids, ends in results:
             yield from split(ids, ends)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:

@@ -234,19 +234,27 @@ def test_batches_have_a_size(codec: Codec) -> None:
         assert len(batch.texts) == 1 or sum(map(len, batch.texts)) + 64 * len(batch.texts) <= BATCH_BYTES
 
 
-def test_several_processes_give_what_one_gives(codec: Codec, texts: list[str]) -> None:
+WORKERS = [{"processes": 2}, {"threads": 2}, {"threads": 3}]
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=str)
+def test_several_workers_give_what_one_gives(workers: dict[str, int], codec: Codec, texts: list[str]) -> None:
     many = [*texts, "", "x" * 2_500_000, *texts] * 2
-    for one, other in zip(codec.encode_documents(many), codec.encode_documents(iter(many), processes=2), strict=True):
+    for one, other in zip(codec.encode_documents(many), codec.encode_documents(iter(many), **workers), strict=True):
         assert one.dtype == other.dtype == np.uint32
         assert np.array_equal(one, other)
 
 
-def test_errors_of_texts_name_them_from_other_processes_too(codec: Codec) -> None:
-    texts = ["x" * 400_000] * 20
+@pytest.mark.parametrize("workers", [{}, *WORKERS], ids=str)
+def test_errors_of_texts_name_them_from_any_worker(workers: dict[str, int], codec: Codec) -> None:
     with pytest.raises(TokenizerError, match=r"^text 20: lone surrogate"):
-        list(codec.encode_documents([*texts, "\ud800"], processes=2))
-    with pytest.raises(TokenizerError, match=r"^0 processes"):
-        list(codec.encode_documents(texts, processes=0))
+        list(codec.encode_documents([*["x" * 400_000] * 20, "\ud800"], **workers))
+
+
+@pytest.mark.parametrize("workers", [{"processes": 0}, {"threads": 0}, {"processes": 2, "threads": 2}], ids=str)
+def test_impossible_workers_are_refused(workers: dict[str, int], codec: Codec) -> None:
+    with pytest.raises(TokenizerError, match=r"processes, \d threads"):
+        list(codec.encode_documents([], **workers))
 
 
 # ---------------------------------------------------------------- encoders
@@ -410,6 +418,8 @@ def test_the_guard_stops_a_wrong_encoder_at_the_document(
     )
     with pytest.raises(TokenizerError, match=message):
         list(codec.encode_documents(texts))
+    with pytest.raises(TokenizerError, match=message):
+        list(codec.encode_documents(texts, threads=2))
     with pytest.raises(TokenizerError, match=r"^text 0: token"):
         codec.encode("begin")
 

@@ -135,7 +135,7 @@ def test_differences_are_told_by_place_and_ids() -> None:
 
 def test_the_texts_hold_what_they_should(right: Remembered) -> None:
     texts = list(probe_texts(right.file, PROBE_TEXT))
-    together = "\0".join(texts)
+    together = "\x01".join(texts)
     assert texts == list(probe_texts(right.file, PROBE_TEXT))
     assert texts != list(probe_texts(right.file, PROBE_TEXT, seed=1))
     apart = set(together.split("\x01"))  # which is in no piece

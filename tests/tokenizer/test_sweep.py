@@ -83,12 +83,14 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> Codec:
     return codec
 
 
-@pytest.mark.parametrize("processes, least_bytes", [(1, 200_000_000), (2, 60_000_000)])
+@pytest.mark.parametrize(
+    "workers, least_bytes", [({}, 200_000_000), ({"threads": 2}, 50_000_000), ({"processes": 2}, 50_000_000)], ids=str
+)
 def test_every_id_of_hundreds_of_megabytes(
-    processes: int, least_bytes: int, codec: Codec, capsys: pytest.CaptureFixture[str]
+    workers: dict[str, int], least_bytes: int, codec: Codec, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reference = sentencepiece.SentencePieceProcessor(model_proto=(codec.folder / "tokenizer.model").read_bytes())
-    chance = random.Random(processes)
+    chance = random.Random(str(workers))
     originals = []
     for text in corpus():
         originals.append(text)
@@ -110,7 +112,7 @@ def test_every_id_of_hundreds_of_megabytes(
 
     documents = tokens = mismatches = 0
     peak_before = peak_bytes()
-    for ids in codec.encode_documents(texts(), processes=processes):
+    for ids in codec.encode_documents(texts(), **workers):
         right = reference.encode(waiting.popleft(), return_type="numpy")
         documents += 1
         tokens += len(right)
@@ -118,7 +120,7 @@ def test_every_id_of_hundreds_of_megabytes(
     growth = peak_bytes() - peak_before
     with capsys.disabled():
         print(
-            f"\n{processes} processes: {documents} documents, {read_bytes} bytes, {tokens} tokens, "
+            f"\n{workers or 'one thread'}: {documents} documents, {read_bytes} bytes, {tokens} tokens, "
             f"{mismatches} mismatches; memory grew by {growth / 1e6:.0f} MB"
         )
     assert not waiting

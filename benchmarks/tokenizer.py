@@ -271,8 +271,8 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
             for language, of_language in rates.items()
         },
         "documents_that_differ": count_differences(subjects, unseen),
-        "scaling": measure_scaling(folder, everything, options.rounds),
-        "long_texts": measure_long_texts(subjects, unseen, options.rounds),
+        "times_one_thread": measure_scaling(folder, everything, options.rounds),
+        "long_texts_megabytes_per_second": measure_long_texts(subjects, unseen, options.rounds),
         "cache": cache_of(folder, warm + everything),
         "cpus": os.cpu_count(),
         "python": sys.version.split()[0],
@@ -356,28 +356,27 @@ def _in_threads(codec: Codec, parts: Sequence[list[str]]) -> None:
 
 
 def measure_long_texts(subjects: list[Subject], unseen: Texts, rounds: int) -> dict[str, dict[str, float]]:
-    """Time per byte of one text of 1 MB, as a multiple of the same encoder's on ordinary documents.
+    """MB/s of long texts without a place to part them, beside ordinary documents (met before) of 1 MB together.
 
-    A word is letters without a space; "one document" is the ordinary documents themselves, end to end. The same word
-    and spaces of 0.1 MB show whether time grows with the length alone.
+    A word is random letters without a space. Time per byte of 1 MB against that of 0.1 MB shows whether time grows with
+    the length alone.
     """
-    language = next(iter(unseen))
-    ordinary = _take(unseen[language], 1e6)
+    documents = _take(next(iter(unseen.values())), 1e6)
     letters = "".join(random.Random(1).choices("etaoinshrdlu", k=1_000_000))
     texts = {
-        "0.1 MB word": letters[:100_000],
-        "1 MB word": letters,
-        "0.1 MB spaces": " " * 100_000,
-        "1 MB spaces": " " * 1_000_000,
-        "one document": "".join(ordinary),
+        "documents": documents,
+        "one document": ["".join(documents)],
+        "0.1 MB word": [letters[:100_000]],
+        "1 MB word": [letters],
+        "0.1 MB spaces": [" " * 100_000],
+        "1 MB spaces": [" " * 1_000_000],
     }
     found: dict[str, dict[str, list[float]]] = {s.name: {name: [] for name in texts} for s in subjects}
     for number in range(min(rounds, 3)):
         for subject in subjects if not number else [one for one in subjects if one.name in (REFERENCE, OURS)]:
             say(f"long texts, {subject.name}")
-            usual = seconds_of(subject.encode, ordinary) / size_of(ordinary)
-            for name, text in texts.items():
-                found[subject.name][name].append(seconds_of(subject.encode, [text]) / size_of([text]) / usual)
+            for name, long in texts.items():
+                found[subject.name][name].append(size_of(long) / 1e6 / seconds_of(subject.encode, long))
     return {
         subject: {name: statistics.median(values) for name, values in of_subject.items()}
         for subject, of_subject in found.items()
@@ -429,20 +428,26 @@ def to_text(report: dict[str, Any]) -> str:
         for language in languages:
             rate, ratio = report["megabytes_per_second"][language][name], report["ratio"][language][name]
             differ = report["documents_that_differ"][language].get(name)
-            cells += f"{f'{ratio:.1f} ({rate:.1f} MB/s)' + ('' if differ is None else f'{differ:4}'):>22}"
+            cell = f"{ratio:.1f} ({rate:.1f} MB/s)" + ("" if differ is None else f"{differ:4}")
+            cells += f"{cell:>22}"
         lines.append(f"{name:<{width}}{cells}   {about['version']}, {about['way']}")
     lines += [f"{name:<{width}}{reason}" for name, reason in report["absent"].items()]
-    scaling = report["scaling"]
+    scaling = report["times_one_thread"]
     lines += [
         "",
         f"{OURS}, against one thread: 2 threads {scaling['threads']:.2f} x, 2 processes {scaling['processes']:.2f} x "
         f"(their first ids after {scaling['first_ids_of_processes_seconds']:.1f} s)",
         "",
-        "time per byte of one text, against ordinary documents of the same encoder",
-        " " * width + "".join(f"{name:>14}" for name in report["long_texts"][OURS]),
+        "MB/s of long texts, and time per byte at 1 MB against 0.1 MB",
+        " " * width + "".join(f"{name:>16}" for name in ("documents", "one document", "1 MB word", "1 MB spaces")),
     ]
-    for name, values in report["long_texts"].items():
-        lines.append(f"{name:<{width}}" + "".join(f"{value:>14.2f}" for value in values.values()))
+    for name, rates in report["long_texts_megabytes_per_second"].items():
+        cells = f"{rates['documents']:>16.1f}{rates['one document']:>16.1f}"
+        for kind in ("word", "spaces"):
+            growth = rates[f"0.1 MB {kind}"] / rates[f"1 MB {kind}"]
+            cell = f"{rates[f'1 MB {kind}']:.1f} ({growth:.1f} x)"
+            cells += f"{cell:>16}"
+        lines.append(f"{name:<{width}}{cells}")
     if cache := report["cache"]:
         share = cache["hits"] / (cache["hits"] + cache["misses"])
         lines += [

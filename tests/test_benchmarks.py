@@ -1,0 +1,249 @@
+"""The benchmarks' own parts: packages read, text taken out of them, a corpus written; no network, no measurement."""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import importlib.util
+import io
+import json
+import lzma
+import sys
+import tarfile
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import zstandard
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
+PACKAGES = {"tokenizer", "data_pipeline", "model", "pretrain", "launch"}
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+corpus: Any = script("corpus")
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_finds_the_package_and_not_its_neighbour(path: Path) -> None:
+    """`python benchmarks/x.py` puts benchmarks/ first on the path, where `import tokenizer` finds tokenizer.py."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    lines = [ast.unparse(node) for node in body]
+    ours = [
+        place
+        for place, node in enumerate(body)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES
+    ]
+    repaired = [place for place, line in enumerate(lines) if line.startswith("sys.path.insert(0, ")]
+    assert not ours or (repaired and repaired[0] < ours[0])
+
+
+# ---------------------------------------------------------------- packages
+
+
+def tar(files: dict[str, bytes], links: dict[str, str] | None = None) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+        for name, target in (links or {}).items():
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = tarfile.SYMTYPE, target
+            archive.addfile(info)
+    return buffer.getvalue()
+
+
+def deb(data: bytes, suffix: str = ".xz") -> bytes:
+    compress = {".xz": lzma.compress, ".zst": zstandard.compress, ".gz": gzip.compress, "": bytes}[suffix]
+    members = {"debian-binary": b"2.0\n", "control.tar.xz": b"odd", f"data.tar{suffix}": compress(data)}
+    whole = b"!<arch>\n"
+    for name, content in members.items():
+        whole += f"{name:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(content):<10}`\n".encode()
+        whole += content + b"\n" * (len(content) % 2)
+    return whole
+
+
+def source(**changes: Any) -> Any:
+    plain = corpus.Source("notes", "english", "notes", "1.0", "MIT", r"\.txt(\.gz)?$", corpus.plain)
+    return replace(plain, **changes)
+
+
+def read(tmp_path: Path, content: bytes, **changes: Any) -> list[bytes]:
+    path = tmp_path / "package.deb"
+    path.write_bytes(content)
+    return list(corpus.read_files(path, source(**changes)))
+
+
+@pytest.mark.parametrize("suffix", [".xz", ".zst", ".gz", ""])
+def test_files_of_a_package(suffix: str, tmp_path: Path) -> None:
+    files = {"./usr/a.txt": b"one", "./usr/b.txt.gz": gzip.compress(b"two"), "./usr/c.png": b"three"}
+    content = deb(tar(files, links={"./usr/d.txt": "a.txt"}), suffix)
+    assert read(tmp_path, content) == [b"one", b"two"]
+
+
+def test_archives_within_a_package(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("java/a.txt", "one")
+        archive.writestr("java/a.class", "two")
+    content = deb(tar({"./src.zip": buffer.getvalue(), "./src.tar.xz": lzma.compress(tar({"c/b.txt": b"three"}))}))
+    assert read(tmp_path, content, within=r"/src\.zip$") == [b"one"]
+    assert read(tmp_path, content, within=r"/src\.tar\.xz$") == [b"three"]
+    with pytest.raises(corpus.CorpusBuildError, match="no file in it matches"):
+        read(tmp_path, content, within="absent")
+
+
+def test_hostile_names_write_nothing(tmp_path: Path) -> None:
+    inside = tmp_path / "a" / "b"
+    inside.mkdir(parents=True)
+    hostile = {"../../../escaped.txt": b"one", "/escaped.txt": b"two", str(tmp_path / "absolute.txt"): b"three"}
+    assert read(inside, deb(tar(hostile, links={"./link.txt": "../../secret"}))) == [b"one", b"two", b"three"]
+    assert {path.name for path in tmp_path.rglob("*")} == {"a", "b", "package.deb"}
+
+
+WHOLE = deb(tar({"./usr/a.txt": b"one" * 5000}))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"!<arch>\n", b"no package at all", WHOLE[:100], WHOLE[: len(WHOLE) - 40], WHOLE.replace(b"`\n", b"  ", 1)],
+)
+def test_a_damaged_package_is_one_line(content: bytes, tmp_path: Path) -> None:
+    assert read(tmp_path, WHOLE) == [b"one" * 5000]
+    with pytest.raises(corpus.CorpusBuildError, match="remove the file and run again") as caught:
+        read(tmp_path, content)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+# ---------------------------------------------------------------- text
+
+
+def test_a_page() -> None:
+    html = (
+        "<html><head><title>no</title><style>p {}</style></head><body><nav>menu</nav>"
+        "<h1>Head  &amp;\n line</h1><p>a <b>bold</b> word<script>x()</script></p>"
+        "<pre>  if x:\n\treturn   1\n</pre><ul><li>one</li><li>二</li></ul></body></html>"
+    )
+    (text,) = corpus.page(html)
+    assert text == "Head & line\n\na bold word\n\n  if x:\n\treturn   1\n\none\n\n二\n"
+
+
+def test_a_mallard_page_without_its_credits() -> None:
+    (text,) = corpus.page("<page><info><credit><name>A. U. Thor</name></credit></info><title>T</title><p>p</p></page>")
+    assert text == "T\n\np\n"
+
+
+def test_a_man_page() -> None:
+    roff = (
+        '.\\" a comment\n.TH LS 1 2020\n.SH "NAME"\nls \\- list\n.PP\nSee\n.BR stat (2),\n.B "two words"\n'
+        "and \\fIitalics\\fP, \\(aqquoted\\(aq, back\\eslash.\n.nf\n  kept\n.fi\n"
+    )
+    (text,) = corpus.manual(roff)
+    assert text == ("NAME\nls - list\n\nSee\nstat(2),\ntwo words\nand italics, 'quoted', back\\slash.\n  kept\n")
+
+
+def test_a_book_is_parted_at_empty_lines_and_nothing_is_lost() -> None:
+    paragraphs = [f"paragraph {number} " * 20 for number in range(200)]
+    parts = list(corpus.passages("\n\n".join(paragraphs)))
+    assert len(parts) > 5
+    assert [one for part in parts for one in part.removesuffix("\n").split("\n\n")] == paragraphs
+    assert max(map(len, parts)) < corpus.PASSAGE_CHARACTERS + 400
+
+
+# ---------------------------------------------------------------- the corpus
+
+
+def written(out: Path, side: str) -> list[str]:
+    with zstandard.open(out / side / "english-notes.jsonl.zst", "rt", encoding="utf-8", newline="\n") as lines:
+        return [json.loads(line)["text"] for line in lines]
+
+
+def write(out: Path, texts: dict[str, bytes], budget: float = float("inf"), **changes: Any) -> Any:
+    path = out / "package.deb"
+    path.write_bytes(deb(tar(texts)))
+    return corpus.write_source(source(**changes), (path, "1.0", "00"), out, set(), budget)
+
+
+TEXTS = {f"./{number}.txt": f"text {number}: ".encode() + b"word " * 100 for number in range(400)}
+
+
+def test_every_document_is_on_one_side_or_counted_as_dropped(tmp_path: Path) -> None:
+    odd = {
+        "./twin.txt": TEXTS["./7.txt"], "./short.txt": b"short", "./latin.txt": b"caf\xe9 " * 100,
+        "./nul.txt": b"\0" * 300, "./long.txt": b"x" * (corpus.LONGEST_BYTES + 1),
+    }  # fmt: skip
+    outcome = write(tmp_path, TEXTS | odd)
+    train, heldout = written(tmp_path, "train"), written(tmp_path, "heldout")
+    assert sorted(train + heldout) == sorted(text.decode() for text in TEXTS.values())
+    assert 5 < len(heldout) < 40
+    assert (outcome.documents["train"], outcome.documents["heldout"]) == (len(train), len(heldout))
+    assert outcome.text_bytes["train"] == sum(map(len, train))
+    assert sorted(outcome.dropped.values()) == [1] * 5
+
+
+def test_the_same_packages_give_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    write(tmp_path / "one", TEXTS)
+    write(tmp_path / "two", dict(reversed(TEXTS.items())))
+    for side in ("train", "heldout"):
+        one, two = (tmp_path / name / side / "english-notes.jsonl.zst" for name in ("one", "two"))
+        assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_part_is_the_first_part_of_all(tmp_path: Path) -> None:
+    assert not write(tmp_path, TEXTS).is_cut
+    whole, heldout = written(tmp_path, "train"), written(tmp_path, "heldout")
+    outcome = write(tmp_path, TEXTS, budget=80_000)
+    part = written(tmp_path, "train")
+    assert part == whole[: len(part)]
+    assert 0 < len(written(tmp_path, "heldout")) < len(heldout)  # they are not the first ones
+    assert 70_000 < outcome.text_bytes.total() <= 80_000
+    assert outcome.is_cut
+
+
+def test_chinese_that_was_not_translated_is_dropped(tmp_path: Path) -> None:
+    texts = {"./a.txt": ("天地玄黃" * 60).encode(), "./b.txt": ("not translated 天 " * 60).encode()}
+    path = tmp_path / "package.deb"
+    path.write_bytes(deb(tar(texts)))
+    outcome = corpus.write_source(source(language="chinese"), (path, "1.0", "00"), tmp_path, set(), 1e9)
+    assert outcome.dropped == {"not translated": 1}
+    assert outcome.documents.total() == 1
+
+
+def test_sources_are_named_once_with_their_licence() -> None:
+    names = [(one.language, one.name) for one in corpus.SOURCES]
+    assert len(set(names)) == len(names)
+    assert all(one.licence and one.version and one.language in corpus.LANGUAGES for one in corpus.SOURCES)
+    outcomes = [corpus.Outcome(one, one.version, "ab" * 32) for one in corpus.SOURCES]
+    page = corpus.sources_page(outcomes, "https://example.org")
+    assert all(f"| {one.package} {one.version} | {one.licence} |" in page for one in corpus.SOURCES)
+
+
+def test_a_corpus_of_the_benchmark_keeps_its_sides_apart(tmp_path: Path) -> None:
+    benchmark: Any = script("tokenizer")
+    write(tmp_path, TEXTS)
+    training, unseen = benchmark.read_corpus(tmp_path, 1e9, 1e9)
+    assert training == {"english": written(tmp_path, "train")}
+    assert unseen == {"english": written(tmp_path, "heldout")}
+
+    training, unseen = benchmark.read_corpus(ROOT / "data_pipeline" / "sample_corpus", 1e9, 1e9)
+    assert set(training) == set(unseen) == {"english", "chinese", "code"}
+    for language in training:
+        assert not set(training[language]) & set(unseen[language])
+        assert benchmark.size_of(training[language]) > benchmark.size_of(unseen[language]) > 100_000

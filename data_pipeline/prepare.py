@@ -223,7 +223,8 @@ def _refuse_foreign_folder(place: Workplace) -> None:
     out = place.out
     if out.exists() and not out.is_dir():
         raise PrepareError(f"{out}: not a folder; choose another --out")
-    if out.exists() and not (out / PLAN_PATH).exists() and {entry.name for entry in out.iterdir()} - {".prepare"}:
+    # Looked for in this order: another `prepare` that begins meanwhile writes its plan before anything else.
+    if out.exists() and {entry.name for entry in out.iterdir()} - {".prepare"} and not (out / PLAN_PATH).exists():
         raise PrepareError(f"{out}: holds files that `prepare` did not make; choose another --out")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import shlex
 import shutil
 import signal
@@ -28,6 +29,7 @@ FAILED = 1
 GRACE_SECONDS = 45.0
 _PR_SET_PDEATHSIG = 1
 SMI_SECONDS = 60.0
+GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # Linux: the first and the last it hands out by itself
 
 
 class LaunchError(ValueError):
@@ -178,11 +180,15 @@ def added_environment(on_gpu: bool, ranks: int, environ: Mapping[str, str]) -> d
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port nobody listens on now, and that the system gives to nobody by itself before the ranks take it, many
+    seconds later: below those it hands out for port 0 and for every outgoing connection, where there is room."""
+    first_given = int(GIVEN_PORTS.read_text().split()[0]) if GIVEN_PORTS.exists() else 0
+    below = range(max(first_given - 16_384, 1_024), first_given)
+    for port in [*random.SystemRandom().sample(below, min(20, len(below))), 0]:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return int(probe.getsockname()[1])
+    raise LaunchError("no TCP port is free on this machine for the ranks to meet at")
 
 
 def run(launch: Launch, environ: Mapping[str, str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,8 +118,17 @@ def test_the_demo_shows_commands_in_one_line_to_be_copied(capsys):
     assert capsys.readouterr().out == f"$ python -m {' '.join(words)}\n"
 
 
-def test_ports_are_free_to_take():
-    assert 0 < free_port() < 65536
+def test_ports_are_free_and_not_of_those_the_system_hands_out(tmp_path, monkeypatch):
+    """One of those could be anybody's by the time the ranks have started."""
+    given = tmp_path / "range"
+    monkeypatch.setattr("launch.local.GIVEN_PORTS", given)
+    assert 0 < free_port() < 65536  # where nothing tells which
+    given.write_text("32768\t60999\n")
+    ports = {free_port() for _ in range(50)}
+    assert 16_384 <= min(ports) <= max(ports) < 32_768
+    assert len(ports) > 1
+    given.write_text("1024\t65535\n")
+    assert 0 < free_port() < 65536  # where there is no room below
 
 
 @pytest.mark.parametrize(
@@ -149,31 +159,38 @@ def test_a_damaged_status_is_an_error(tmp_path):
 # the stop file once it has begun, by SIGTERM before.
 RANK = """
 import json, pathlib, signal, sys, time
-status = pathlib.Path(sys.argv[1]) / "status.json"
+folder = pathlib.Path(sys.argv[1])
+def say(state):
+    part = folder / "status.part"
+    part.write_text(json.dumps({"state": state, "attempt": 1}))
+    part.replace(folder / "status.json")
 def stop(*_):
+    (folder / "saving").touch()
     time.sleep(0.5)
-    status.write_text(json.dumps({"state": "stopped", "attempt": 1}))
+    say("stopped")
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
-(pathlib.Path(sys.argv[1]) / "ready").touch()
+(folder / "ready").touch()
 if len(sys.argv) == 2:
-    status.write_text(json.dumps({"state": "running", "attempt": 1}))
-while not (pathlib.Path(sys.argv[1]) / "stop").exists():
+    say("running")
+while not (folder / "stop").exists():
     time.sleep(0.05)
 stop()
 """
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[2], sys.argv[1]])"
+# Its patience is longer than any test: what ends early here was not ended by it.
 CALLER = """
 import os, sys
 from pathlib import Path
-from launch.local import Launch, run
+from launch import local
+local.GRACE_SECONDS = 3600.0
 argv = (sys.executable, "-c", sys.argv[2], sys.argv[1], sys.argv[3])
-sys.exit(run(Launch(argv, {"MARK": sys.argv[1]}, Path(sys.argv[1]), 1, {}), os.environ))
+sys.exit(local.run(local.Launch(argv, {"MARK": sys.argv[1]}, Path(sys.argv[1]), 1, {}), os.environ))
 """
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -191,32 +208,53 @@ def marked(directory):
     return found
 
 
+def listens(process):
+    """Whether it has set its handlers: SIGTERM has none from the start, and `run` sets this one last."""
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+    return bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.fixture
+def call(tmp_path):
+    """Starts `run` in a process of its own; whatever is left of it at the end is killed."""
+    callers = []
+
+    def start(launcher, rank):
+        argv = [sys.executable, "-c", CALLER, str(tmp_path), launcher, rank]
+        callers.append(subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE))
+        return callers[-1]
+
+    yield start
+    for caller in callers:
+        caller.kill()
+        caller.wait()
+        caller.stderr.close()
+    for pid in marked(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("begun", [True, False])
-def test_a_signal_lets_the_ranks_save_and_leaves_no_orphans(tmp_path, number, begun):
-    rank = RANK if begun else RANK.replace("len(sys.argv) == 2", "False")
-    caller = subprocess.Popen([sys.executable, "-c", CALLER, str(tmp_path), LAUNCHER, rank], cwd=ROOT)
+def test_a_signal_lets_the_ranks_save_and_leaves_no_orphans(tmp_path, call, number, begun):
+    caller = call(LAUNCHER, RANK if begun else RANK.replace("len(sys.argv) == 2", "False"))
     wait_for((tmp_path / ("status.json" if begun else "ready")).exists)
-    time.sleep(0.1)
+    wait_for(lambda: listens(caller))
     caller.send_signal(number)
-    assert caller.wait(timeout=20) == 0
+    assert caller.wait() == 0, caller.stderr.read()
     assert (tmp_path / "stop").exists() is begun
     assert read_status(tmp_path)["state"] == "stopped"
     assert marked(tmp_path) == []
 
 
-def test_a_second_signal_ends_everything_at_once(tmp_path):
-    stubborn = RANK.replace("time.sleep(0.5)", "time.sleep(60)")
-    caller = subprocess.Popen(
-        [sys.executable, "-c", CALLER, str(tmp_path), LAUNCHER, stubborn], cwd=ROOT, stderr=subprocess.PIPE
-    )
+def test_a_second_signal_ends_everything_at_once(tmp_path, call):
+    """At once: the rank would take an hour to save."""
+    caller = call(LAUNCHER, RANK.replace("time.sleep(0.5)", "time.sleep(3600)"))
     wait_for((tmp_path / "status.json").exists)
-    time.sleep(0.1)
+    wait_for(lambda: listens(caller))
     caller.terminate()
-    time.sleep(0.3)
+    wait_for((tmp_path / "saving").exists)
     caller.terminate()
-    assert caller.wait(timeout=20) == 1
-    assert caller.stderr is not None
+    assert caller.wait() == 1
     assert b"a rank died" in caller.stderr.read()
     wait_for(lambda: marked(tmp_path) == [])
 
@@ -231,10 +269,8 @@ def test_a_rank_killed_by_a_signal_is_a_failure_even_if_the_launcher_says_zero(t
     assert read_status(tmp_path)["state"] == "failed"
 
 
-def test_killed_itself_it_takes_the_run_with_it(tmp_path):
-    caller = subprocess.Popen(
-        [sys.executable, "-c", CALLER, str(tmp_path), "import time; time.sleep(60)", ""], cwd=ROOT
-    )
+def test_killed_itself_it_takes_the_run_with_it(tmp_path, call):
+    caller = call("import time; time.sleep(3600)", "")
     wait_for(lambda: len(marked(tmp_path)) == 1)
     caller.kill()
     caller.wait()

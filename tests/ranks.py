@@ -4,7 +4,9 @@ already imported torch and deepspeed, so that a launch costs a fraction of a sec
     results = run_ranks(2, case, argument, ...)      # case(ranks, argument, ...) on each; results in rank order
 
 One launch may run as many cases as it likes; a case is any importable function whose result can be pickled. A rank
-that raises fails the launch with its traceback; `start_ranks` gives the live processes, to be killed.
+that raises fails the launch with its traceback; `live_ranks` gives the live processes, to be watched and killed.
+
+No time is limited here: how long ranks take is the machine's affair, and pytest ends a test that hangs.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
-import socket
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -29,52 +31,58 @@ _server.set_forkserver_preload(PRELOADED)
 Started: TypeAlias = list[tuple[ForkServerProcess, Connection]]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def live_ranks(world_size: int, case: Callable[..., Any], *arguments: Any) -> Iterator[Started]:
+    """`case(ranks, *arguments)` on every rank: each rank's process, and the pipe its result comes by.
 
+    What still runs at the end gets SIGKILL, as when a machine is lost.
+    """
+    from torch.distributed import TCPStore
 
-def start_ranks(world_size: int, case: Callable[..., Any], *arguments: Any) -> Started:
-    """Start `case(ranks, *arguments)` on every rank; returns each rank's process and the pipe its result comes by."""
-    port = free_port()
-    started = []
-    for rank in range(world_size):
-        receiver, sender = _server.Pipe(duplex=False)
-        process = _server.Process(
-            target=_rank_main, args=(rank, world_size, port, sender, case, arguments), daemon=True
-        )
-        process.start()
-        sender.close()
-        started.append((process, receiver))
-    return started
-
-
-def run_ranks(world_size: int, case: Callable[..., Any], *arguments: Any, timeout_seconds: float = 120) -> list[Any]:
-    """The results of `case(ranks, *arguments)` in rank order. AssertionError with the first failure's traceback."""
-    started = start_ranks(world_size, case, *arguments)
+    # The ranks meet at a store that stands here already: a port looked up now and taken later could be lost meanwhile.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    started: Started = []
     try:
-        pending = {pipe: rank for rank, (_, pipe) in enumerate(started)}
-        results: list[Any] = [None] * world_size
-        while pending:
-            ready = wait(list(pending), timeout=timeout_seconds)
-            assert ready, f"ranks {sorted(pending.values())} of {world_size} gave no result in {timeout_seconds} s"
-            for pipe in ready:
-                rank = pending.pop(pipe)
-                try:
-                    succeeded, value = pickle.loads(pipe.recv_bytes())
-                except EOFError:
-                    started[rank][0].join(5)
-                    raise AssertionError(f"rank {rank} died (exit code {started[rank][0].exitcode})") from None
-                assert succeeded, f"rank {rank} failed:\n{value}"
-                results[rank] = value
-        return results
+        for rank in range(world_size):
+            receiver, sender = _server.Pipe(duplex=False)
+            process = _server.Process(
+                target=_rank_main, args=(rank, world_size, store.port, sender, case, arguments), daemon=True
+            )
+            process.start()
+            sender.close()
+            started.append((process, receiver))
+        yield started
     finally:
+        for process, _ in started:
+            process.kill()
         for process, pipe in started:
-            if pipe in pending:
-                process.kill()
-            process.join(30)
+            process.join()
             pipe.close()
+
+
+def run_ranks(world_size: int, case: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """The results of `case(ranks, *arguments)` in rank order. AssertionError with the first failure's traceback."""
+    with live_ranks(world_size, case, *arguments) as started:
+        return results_of(started)
+
+
+def results_of(started: Started) -> list[Any]:
+    """What the ranks' cases return, in rank order, when all have ended."""
+    pending = {pipe: rank for rank, (_, pipe) in enumerate(started)}
+    results: list[Any] = [None] * len(started)
+    while pending:
+        for pipe in wait(list(pending)):
+            rank = pending.pop(pipe)
+            try:
+                succeeded, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                started[rank][0].join()
+                raise AssertionError(f"rank {rank} died (exit code {started[rank][0].exitcode})") from None
+            assert succeeded, f"rank {rank} failed:\n{value}"
+            results[rank] = value
+    for process, _ in started:
+        process.join()
+    return results
 
 
 def _rank_main(
@@ -88,6 +96,7 @@ def _rank_main(
         WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # torch: the first rank too finds the store there, and makes none
         OMP_NUM_THREADS="1",
     )
     import torch
@@ -101,15 +110,6 @@ def _rank_main(
     sender.send_bytes(
         pickle.dumps(outcome)
     )  # by value: a connection would share tensors by descriptors that die with us
-
-
-def kill_ranks(started: Started) -> None:
-    """SIGKILL every rank, as a lost machine would."""
-    for process, _ in started:
-        process.kill()
-    for process, pipe in started:
-        process.join(30)
-        pipe.close()
 
 
 def root() -> Path:

@@ -412,7 +412,7 @@ from data_pipeline.shards import open_collection
 
 def hear(count):
     print("writing", flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 
 export_tokens(open_collection(sys.argv[1]), "nanogpt", Path(sys.argv[2]), on_bytes=hear)
 """

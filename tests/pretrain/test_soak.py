@@ -18,7 +18,7 @@ from pretrain.plan import plan
 from pretrain.runtime import Ranks
 from pretrain.train import train
 from tests.pretrain.test_resume import assert_same_checkpoint, train_case
-from tests.ranks import kill_ranks, root, run_ranks, start_ranks
+from tests.ranks import live_ranks, root, run_ranks
 
 pytestmark = pytest.mark.soak
 
@@ -37,9 +37,8 @@ def test_fifteen_kills_at_random_moments(
     run_ranks(2, train_case, tables, whole)
     moments = random.Random(stage)
     for _ in range(15):
-        started = start_ranks(2, train_case, tables, killed)
-        time.sleep(moments.uniform(0.3, 5.0))
-        kill_ranks(started)
+        with live_ranks(2, train_case, tables, killed):
+            time.sleep(moments.uniform(0.3, 5.0))
     assert run_ranks(2, train_case, tables, killed) == ["finished", "finished"]
     expected = [(r["step"], r["loss"], r["grad_norm"]) for r in read_metrics(whole / "metrics.jsonl")]
     assert [(r["step"], r["loss"], r["grad_norm"]) for r in read_metrics(killed / "metrics.jsonl")] == expected
@@ -87,7 +86,7 @@ def test_the_reference_recipe_trains(name: str, ranks: int, collection: Path, to
         "logging.tensorboard=false", "checkpoint.keep_last=1",
     ]  # fmt: skip
     path = tmp_path / "run"
-    assert run_ranks(ranks, half_billion_case, name, overrides, path, timeout_seconds=1500)[0] == "finished"
+    assert run_ranks(ranks, half_billion_case, name, overrides, path)[0] == "finished"
     records = read_metrics(path / "metrics.jsonl")
     losses = [record["loss"] for record in records]
     assert 10.3 < losses[0] < 11.0

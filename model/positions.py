@@ -1,7 +1,7 @@
 """Positions: RoPE turns each pair of dimensions of q and k by an angle that grows with the position.
 
 Since only the difference of two angles survives in q·k, attention sees relative distance (Su et al. 2021, eq. 34).
-Suffixes: t positions, h heads, d the head's dimensions (the tables hold one column per pair, d/2).
+Suffixes: b batch, t positions, h heads, d the head's dimensions (the tables hold one column per pair, d/2).
 """
 
 from collections.abc import Callable
@@ -20,6 +20,14 @@ def rope_tables(head_dim: int, seq_len: int, base: float) -> tuple[Tensor, Tenso
     exponent_d = torch.arange(0, head_dim, 2, device="cpu").to(torch.float64) / head_dim
     angle_td = position_t1 * base**-exponent_d
     return angle_td.cos().to(torch.float32), angle_td.sin().to(torch.float32)
+
+
+def positions_within_documents(documents_bt: Tensor) -> Tensor:
+    """How far each token is from the first of its document, (b, t) int64, where a new number begins a document."""
+    index_t = torch.arange(documents_bt.shape[1], device=documents_bt.device)
+    begins_bt = torch.ones_like(documents_bt, dtype=torch.bool)
+    begins_bt[:, 1:] = documents_bt[:, 1:] != documents_bt[:, :-1]
+    return index_t - torch.where(begins_bt, index_t, 0).cummax(dim=1).values
 
 
 def rotate(x_bhtd: Tensor, cos_td: Tensor, sin_td: Tensor) -> Tensor:
@@ -62,9 +70,20 @@ class RotaryEmbedding(nn.Module):
 
         ValueError past the end of the tables; RuntimeError when something cast them behind `_apply`'s back.
         """
-        stop = start + length
+        self._check(start + length)
+        return self.cos_td[start : start + length], self.sin_td[start : start + length]
+
+    def within_documents(self, documents_bt: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, each (b, 1, t, head_dim/2) fp32, of positions that begin at 0 with every document of a row.
+
+        Errors as above.
+        """
+        self._check(documents_bt.shape[1])
+        positions_bt = positions_within_documents(documents_bt)
+        return self.cos_td[positions_bt][:, None], self.sin_td[positions_bt][:, None]
+
+    def _check(self, stop: int) -> None:
         if stop > self.seq_len:
             raise ValueError(f"position {stop - 1} is past the model's seq_len = {self.seq_len}: shorten the input")
         if self.cos_td.dtype != torch.float32:
             raise RuntimeError(f"the RoPE tables were cast to {self.cos_td.dtype}: positions past 256 would be wrong")
-        return self.cos_td[start:stop], self.sin_td[start:stop]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model.attention import Attention, KVCache
+from model.attention import Attention, KVCache, Mask, document_mask
 from model.config import ModelConfig
 from model.feedforward import SwiGLU
 from model.loss import LossSum, next_token_loss
@@ -33,8 +33,14 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.d_model, config.norm_eps)
         self.mlp = SwiGLU(config.d_model, config.d_ff)
 
-    def forward(self, x_btd: Tensor, rotation: tuple[Tensor, Tensor], cache: KVCache | None = None) -> Tensor:
-        x_btd = x_btd + self.self_attn(self.input_layernorm(x_btd), rotation, cache)
+    def forward(
+        self,
+        x_btd: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        cache: KVCache | None = None,
+        mask: Mask | None = None,
+    ) -> Tensor:
+        x_btd = x_btd + self.self_attn(self.input_layernorm(x_btd), rotation, cache, mask)
         out_btd: Tensor = x_btd + self.mlp(self.post_attention_layernorm(x_btd))
         return out_btd
 
@@ -62,30 +68,43 @@ class Transformer(nn.Module):
         self.init_weights(generator)
 
     def forward(
-        self, ids_bt: Tensor, targets_bt: Tensor | None = None, cache: KVCache | None = None
+        self,
+        ids_bt: Tensor,
+        targets_bt: Tensor | None = None,
+        cache: KVCache | None = None,
+        documents_bt: Tensor | None = None,
     ) -> Tensor | LossSum:
         """Logits (b, t, vocab_size) of the next token; or, given targets, the summed loss and the token count.
 
         targets_bt[b, t] is the id that follows ids_bt[b, t] (the shift is the caller's); -100 is ignored.
         With a cache, ids_bt are the tokens after those the cache holds, and are added to it.
-        ValueError when positions run past seq_len.
+        With documents_bt, equal numbers for the tokens of one document, which stand side by side, each document is
+        read as if it were alone: positions begin at 0 with it, attention stays within it.
+        ValueError when positions run past seq_len, and for documents together with a cache.
         """
-        hidden_btd = self.hidden(ids_bt, cache)
+        hidden_btd = self.hidden(ids_bt, cache, documents_bt)
         if targets_bt is None:
             logits_btv: Tensor = self.lm_head(hidden_btd)
             return logits_btv
         return next_token_loss(self.lm_head, hidden_btd, targets_bt, self.loss_chunk_tokens)
 
-    def hidden(self, ids_bt: Tensor, cache: KVCache | None = None) -> Tensor:
+    def hidden(self, ids_bt: Tensor, cache: KVCache | None = None, documents_bt: Tensor | None = None) -> Tensor:
         """What the head reads: the residual stream after the last norm, (b, t, d_model)."""
         tokens = ids_bt.shape[1]
-        rotation = self.rotary(cache.length if cache is not None else 0, tokens)
+        mask = None
+        if documents_bt is None:
+            rotation = self.rotary(cache.length if cache is not None else 0, tokens)
+        elif cache is None:
+            rotation = self.rotary.within_documents(documents_bt)
+            mask = document_mask(documents_bt)
+        else:
+            raise ValueError("a cache holds one document a row: leave out documents_bt")
         x_btd: Tensor = self.embed_tokens(ids_bt)
         for block in self.layers:
             if self.activation_checkpointing == "full" and torch.is_grad_enabled():
-                x_btd = checkpoint(block, x_btd, rotation, cache, use_reentrant=False, preserve_rng_state=False)
+                x_btd = checkpoint(block, x_btd, rotation, cache, mask, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_btd = block(x_btd, rotation, cache)
+                x_btd = block(x_btd, rotation, cache, mask)
         if cache is not None:
             cache.advance(tokens)
         normed_btd: Tensor = self.norm(x_btd)

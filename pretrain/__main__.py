@@ -58,7 +58,10 @@ def plan(
         typer.Option("--device-memory", metavar="SIZE", help="What one device has, 24GB or 22GiB; absent: no verdict."),
     ] = None,
     check_data: Annotated[
-        bool, typer.Option("--check-data", help="Also open the data and the tokenizer, as a run would.")
+        bool,
+        typer.Option(
+            "--check-data", help="Also open the data and the tokenizer, as a run would; count what packing cuts."
+        ),
     ] = False,
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -71,11 +74,18 @@ def plan(
     memory = None if device_memory is None else parse_memory(device_memory)
     config = load_recipe(recipe, overrides or ())
     made = make_plan(config, world_size, memory)
+    report, lines = made.to_dict(), [made.to_text()]
     if check_data:
+        from data_pipeline.packing_plan import packing_figures
         from pretrain.train import Inputs
 
-        Inputs.check(config, world_size)
-    print(json.dumps(made.to_dict(), indent=2) if as_json else made.to_text())
+        inputs = Inputs.check(config, world_size)
+        packing, seq_len = config.data.packing, config.model.seq_len
+        figures = packing_figures(inputs.collection, packing, seq_len, inputs.packed)
+        report["packing"] = {name: one.to_dict() for name, one in figures.items()}
+        lines += ["", f"packing {packing}, an epoch of each source:"]
+        lines += [f"  {name}: {one.to_text()}" for name, one in figures.items()]
+    print(json.dumps(report, indent=2) if as_json else "\n".join(lines))
     if made.verdict is not None and not made.verdict.fits:
         raise typer.Exit(2)
 

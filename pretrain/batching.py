@@ -48,7 +48,7 @@ class BatchPlan:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens all ranks together learn from in one optimizer step."""
+        """Slots all ranks together read in one optimizer step: tokens to learn from, and padding where there is any."""
         return self.global_batch_size * self.seq_len
 
     @property

@@ -63,10 +63,11 @@ class TrainState:
         stored = _read_json(checkpoint / "state.json")
         return cls(**{name: stored[name] for name in cls.__dataclass_fields__})
 
-    def advance(self, plan: BatchPlan) -> None:
+    def advance(self, plan: BatchPlan, tokens: int) -> None:
+        """Count one more step, which learnt from `tokens` targets (padding is none)."""
         self.global_step += 1
         self.consumed_samples += plan.global_batch_size
-        self.tokens_seen += plan.tokens_per_step
+        self.tokens_seen += tokens
 
 
 class Checkpoints:

@@ -30,6 +30,7 @@ from pydantic import (
     model_validator,
 )
 
+from data_pipeline.order import PackingMode
 from model.config import ModelConfig, from_table
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
@@ -61,7 +62,10 @@ class _Table(BaseModel):
 
 
 class DataStage(_Table):
-    """From `from_tokens` training tokens on, sources are drawn in proportion to `weights` (non-negative numbers)."""
+    """From `from_tokens` training tokens on, sources are drawn in proportion to `weights` (non-negative numbers).
+
+    Tokens are counted as samples x seq_len, so padding, where there is any, is among them: a stage begins at a sample.
+    """
 
     from_tokens: NotNegative
     weights: dict[str, Rate]
@@ -79,6 +83,7 @@ class DataTable(_Table):
 
     path: Place
     tokenizer: Place
+    packing: PackingMode = "concat"  # what a row is made of, see data_pipeline/packing.py
     stages: Annotated[tuple[DataStage, ...], Strict(False)] = ()
 
     @field_validator("stages")

@@ -306,24 +306,33 @@ class TrainingEngine:
         if self.zero_stage == 0:
             optimizer.state.clear()
 
-    def forward(self, inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> LossSum:
-        """Loss sum (nats, fp32) and token count of a micro-batch, inputs and targets (micro_batch_size, seq_len)."""
-        import torch
+    def forward(
+        self, inputs: NDArray[np.int64], targets: NDArray[np.int64], documents: NDArray[np.int64] | None = None
+    ) -> LossSum:
+        """Loss sum (nats, fp32) and token count of a micro-batch, each array (micro_batch_size, seq_len).
 
-        inputs_bt = torch.from_numpy(inputs).to(self.device, non_blocking=True)
-        targets_bt = torch.from_numpy(targets).to(self.device, non_blocking=True)
-        loss: LossSum = self._engine(inputs_bt, targets_bt)
+        Where `documents` numbers them, attention and positions stay within documents.
+        """
+        loss: LossSum = self._engine(*self._on_device(inputs, targets), **self._masked(documents))
         return loss
 
-    def forward_only(self, inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> LossSum:
+    def forward_only(
+        self, inputs: NDArray[np.int64], targets: NDArray[np.int64], documents: NDArray[np.int64] | None = None
+    ) -> LossSum:
         """`forward` for evaluation: no gradients, and DeepSpeed's counters of micro-steps stay as they are."""
         import torch
 
         with torch.no_grad():
-            loss: LossSum = self._engine.module(
-                torch.from_numpy(inputs).to(self.device), torch.from_numpy(targets).to(self.device)
-            )
+            loss: LossSum = self._engine.module(*self._on_device(inputs, targets), **self._masked(documents))
         return loss
+
+    def _on_device(self, *arrays: NDArray[np.int64]) -> list[Tensor]:
+        import torch
+
+        return [torch.from_numpy(array).to(self.device, non_blocking=True) for array in arrays]
+
+    def _masked(self, documents: NDArray[np.int64] | None) -> dict[str, Tensor]:
+        return {} if documents is None else {"documents_bt": self._on_device(documents)[0]}
 
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)

@@ -1,7 +1,8 @@
 """How well a model predicts held-out text: loss, perplexity, bits per byte, beside two baselines.
 
 Every token of a validation split, each document's EOS included, is scored exactly once: the split is one stream, an EOS
-is put before it as the first context, and windows of seq_len follow each other without overlap. Bits per byte divides
+is put before it as the first context, and windows of seq_len follow each other without overlap. A model that was
+trained with documents isolated is scored with the same masks, also where its rows were packed. Bits per byte divides
 by the UTF-8 bytes of the source text, so it does not depend on the tokenizer:
 
     bits per byte = (sum of token losses in nats) / ln 2 / (bytes of text)
@@ -23,6 +24,8 @@ import torch
 from numpy.typing import NDArray
 
 from data_pipeline.loader import Scored, evaluation_batches, evaluation_size
+from data_pipeline.order import PackingMode
+from data_pipeline.packing import number_documents
 from data_pipeline.shards import DataFormatError, Split, TokenStream, open_collection
 from model.loss import IGNORED, LossSum
 from pretrain.checkpoint import load_model, run_of
@@ -30,7 +33,7 @@ from pretrain.config import RecipeError, from_root, load_recipe
 from pretrain.runtime import Ranks, pick_device
 from tokenizer.codec import Codec
 
-Forward = Callable[[NDArray[np.int64], NDArray[np.int64]], LossSum]
+Forward = Callable[[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None], LossSum]
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,11 @@ class Score:
         return {**asdict(self), "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
 
 
+def isolates_documents(packing: PackingMode) -> bool:
+    """Whether a model trained on rows so packed is to see one document at a time."""
+    return packing != "concat"
+
+
 def evaluate(
     forward: Forward,
     splits: Mapping[str, Split],
@@ -65,13 +73,15 @@ def evaluate(
     eos_id: int,
     vocab_size: int,
     max_tokens: int | None,
+    isolated: bool,
     ranks: Ranks,
     device: torch.device,
     on_tokens: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Score]:
     """Score every source's split, the work shared by all ranks; the sources together are "all".
 
-    `forward` takes inputs and targets (batch_size, seq_len) and gives a LossSum; every rank calls it equally often.
+    `forward` takes inputs, targets and, if documents are `isolated`, their numbers, else None, each (batch_size,
+    seq_len), and gives a LossSum; every rank calls it equally often.
     `max_tokens` bounds the tokens scored of each source, to whole windows evenly spread over it (bits per byte is then
     an estimate). A source without held-out tokens is left out. `on_tokens` hears about how many tokens all ranks have
     scored, and how many there are.
@@ -92,7 +102,8 @@ def evaluate(
             for inputs, targets in evaluation_batches(
                 stream, seq_len, batch_size, eos_id, ranks.rank, ranks.world_size, max_tokens
             ):
-                loss_sum += forward(inputs, targets).loss_sum
+                documents = number_documents(inputs, eos_id) if isolated else None
+                loss_sum += forward(inputs, targets, documents).loss_sum
                 scored = targets[targets != IGNORED]
                 counts += np.bincount(scored, minlength=vocab_size)
                 done = min(done + len(scored) * ranks.world_size, total)
@@ -133,8 +144,9 @@ def evaluate_checkpoint(
     Raises CheckpointError, DataFormatError or TokenizerError, also where data and checkpoint have other tokenizers.
     """
     run = run_of(checkpoint)
+    recipe = load_recipe(run.recipe)
     if data is None:
-        data = from_root(load_recipe(run.recipe).data.path)
+        data = from_root(recipe.data.path)
     collection = open_collection(data)
     codec = Codec.load(run.tokenizer)
     if codec.fingerprint != collection.fingerprint:
@@ -150,8 +162,10 @@ def evaluate_checkpoint(
         )
 
     @torch.no_grad()
-    def forward(inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> LossSum:
-        loss: LossSum = model(torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device))
+    def forward(inputs: NDArray[np.int64], targets: NDArray[np.int64], documents: NDArray[np.int64] | None) -> LossSum:
+        ids_bt, targets_bt = (torch.from_numpy(array).to(device) for array in (inputs, targets))
+        documents_bt = None if documents is None else torch.from_numpy(documents).to(device)
+        loss: LossSum = model(ids_bt, targets_bt, documents_bt=documents_bt)
         return loss
 
     return evaluate(
@@ -162,6 +176,7 @@ def evaluate_checkpoint(
         eos_id=collection.eos_id,
         vocab_size=model.config.vocab_size,
         max_tokens=max_tokens,
+        isolated=isolates_documents(recipe.data.packing),
         ranks=Ranks(0, 0, 1),
         device=device,
         on_tokens=on_tokens,

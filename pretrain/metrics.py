@@ -135,7 +135,6 @@ class Report:
         self._steps = 0
         self._step_seconds = 0.0
         self._steady_seconds = 0.0
-        self._tokens_per_step = config.batch.global_batch_size * config.model.seq_len
         self._flops_per_token = flops_per_token(config.model).causal
 
     def __enter__(self) -> Report:
@@ -190,10 +189,15 @@ class Report:
         if self._steps > 1:
             self._steady_seconds += self._step_seconds
 
-    def step(self, state: TrainState, *, loss: float, lr: float, grad_norm: float, skipped_steps: int) -> None:
-        """Record the step that `state` now counts. Raises TrainingDivergedError where a number is not finite."""
+    def step(
+        self, state: TrainState, *, loss: float, tokens: int, lr: float, grad_norm: float, skipped_steps: int
+    ) -> None:
+        """Record the step that `state` now counts, which learnt from `tokens` targets.
+
+        Raises TrainingDivergedError where a number is not finite.
+        """
         self._state = state
-        tokens_per_second = self._tokens_per_step / self._step_seconds
+        tokens_per_second = tokens / self._step_seconds
         if self._log is not None:
             self._log.write(
                 "train",

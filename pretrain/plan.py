@@ -101,14 +101,16 @@ class Plan:
 
     def _sums(self) -> list[str]:
         batch, schedule = self.batch, self.config.schedule
+        padded = ", padding included" if self.config.data.packing == "best_fit" else ""
         return [
             f"parameters        {self.parameters:,}",
             f"ranks             {batch.world_size}",
-            f"tokens per step   {batch.tokens_per_step:,} = {batch.global_batch_size} sequences × {batch.seq_len:,}",
+            f"tokens per step   {batch.tokens_per_step:,} = {batch.global_batch_size} sequences × {batch.seq_len:,}"
+            + padded,
             f"accumulation      {batch.gradient_accumulation_steps} micro-steps = {batch.global_batch_size} / "
             f"({batch.micro_batch_size} sequences × {batch.world_size} ranks)",
             f"steps             {schedule.max_steps:,}, the first {schedule.warmup_steps:,} of them warm-up",
-            f"total tokens      {self.total_tokens:,}, {self.total_tokens / self.parameters:.1f} per parameter",
+            f"total tokens      {self.total_tokens:,}, {self.total_tokens / self.parameters:.1f} per parameter{padded}",
         ]
 
     def _memory(self) -> list[str]:

@@ -14,14 +14,15 @@ import torch
 
 from data_pipeline.loader import Batch, Loader
 from data_pipeline.order import SampleOrder, Stage
-from data_pipeline.shards import Collection, TokenStream, open_collection
+from data_pipeline.packing_plan import PackingPlan, read_order
+from data_pipeline.shards import Collection, DataFormatError, TokenStream, open_collection
 from model.loss import IGNORED
 from model.transformer import Transformer
 from pretrain.batching import BatchPlan
 from pretrain.checkpoint import Checkpoints, TrainState, choose, clear_leftovers
 from pretrain.config import RecipeError, RunConfig, from_root, to_toml
 from pretrain.engine import TrainingEngine, process_group, read_json, resolve
-from pretrain.evaluate import Score, evaluate
+from pretrain.evaluate import Score, evaluate, isolates_documents
 from pretrain.metrics import Report
 from pretrain.run_directory import RunDirectory, write_text
 from pretrain.runtime import Ranks, StopRequest, one_ranks_fault, pick_device, seed_everything
@@ -39,6 +40,7 @@ class StepResult:
     """What one optimizer step measured, over all ranks."""
 
     loss: float  # nats per token: the mean over the step's tokens, before the update
+    tokens: int  # targets learnt from
     grad_norm: float  # of the whole gradient, before clipping
     stop_wanted: bool  # by any rank
 
@@ -58,12 +60,12 @@ def train_step(
     engine.set_learning_rate(lr)
     loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
     for batch in micro_batches:
-        loss = engine.forward(batch.inputs, batch.targets).loss_sum
+        loss = engine.forward(batch.inputs, batch.targets, batch.documents).loss_sum
         engine.backward(loss * scale)
         engine.step()
         loss_sum += loss.detach()
     total, stops = engine.sum_over_ranks(loss_sum, stop_wanted)
-    return StepResult(loss=total / tokens, grad_norm=engine.gradient_norm(), stop_wanted=stops > 0)
+    return StepResult(total / tokens, int(tokens), grad_norm=engine.gradient_norm(), stop_wanted=stops > 0)
 
 
 # ---------------------------------------------------------------- before the first step
@@ -79,6 +81,7 @@ class Inputs:
     collection: Collection
     codec: Codec
     order: SampleOrder
+    packed: PackingPlan | None
     identity: dict[str, Any]  # what a checkpoint must share with the run that resumes from it
 
     @classmethod
@@ -92,7 +95,7 @@ class Inputs:
         codec = Codec.load(from_root(config.data.tokenizer))
         refuse_other_tokenizer(config, collection, codec)
         refuse_nothing_held_out(config, collection)
-        order = sample_order(config, collection)
+        order, packed = sample_order(config, collection)
         identity = {
             "model": config.model.to_dict(),
             "order": {**order.describe(), "content_sha256": collection.content_sha256},
@@ -101,7 +104,7 @@ class Inputs:
             "zero_stage": deepspeed["zero_optimization"]["stage"],
             "precision": config.precision.model_dump(),
         }
-        return cls(config, plan, deepspeed, collection, codec, order, identity)
+        return cls(config, plan, deepspeed, collection, codec, order, packed, identity)
 
 
 def refuse_other_tokenizer(config: RunConfig, collection: Collection, codec: Codec) -> None:
@@ -128,13 +131,17 @@ def refuse_nothing_held_out(config: RunConfig, collection: Collection) -> None:
         )
 
 
-def sample_order(config: RunConfig, collection: Collection) -> SampleOrder:
-    """The order in which this recipe reads this collection. Raises RecipeError where the two don't fit."""
-    tokens = {name: source.splits["train"].tokens for name, source in collection.sources.items()}
+def sample_order(config: RunConfig, collection: Collection) -> tuple[SampleOrder, PackingPlan | None]:
+    """The order in which this recipe reads this collection, and the rows it goes over if they are packed.
+
+    Raises RecipeError where the two don't fit, DataFormatError where the plan is missing, damaged or of other data.
+    """
     seq_len = config.model.seq_len
     stages = [Stage(stage.from_tokens // seq_len, dict(stage.weights)) for stage in config.data.stages]
     try:
-        return SampleOrder(seed=config.seed, seq_len=seq_len, tokens=tokens, stages=stages)
+        return read_order(collection, packing=config.data.packing, seed=config.seed, seq_len=seq_len, stages=stages)
+    except DataFormatError:
+        raise
     except ValueError as error:
         raise RecipeError(f"{config.data.path}: {error}") from None
 
@@ -208,9 +215,12 @@ def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") 
             lr = learning_rate(state.global_step, schedule)
             with report.timed_step():
                 result = train_step(engine, batches, plan, lr, stop_wanted=stop.wanted())
-            state.advance(plan)
+            state.advance(plan, result.tokens)
             last = state.global_step == schedule.max_steps
-            report.step(state, loss=result.loss, lr=lr, grad_norm=result.grad_norm, skipped_steps=engine.skipped_steps)
+            report.step(
+                state, loss=result.loss, tokens=result.tokens, lr=lr, grad_norm=result.grad_norm,
+                skipped_steps=engine.skipped_steps,
+            )  # fmt: skip
             if due(state, config.evaluation.every_steps) or last:
                 report.scores(state, heldout_scores(engine, inputs, ranks))
             if due(state, config.checkpoint.every_steps) or last or result.stop_wanted:
@@ -236,6 +246,7 @@ def heldout_scores(engine: TrainingEngine, inputs: Inputs, ranks: Ranks) -> dict
         eos_id=inputs.collection.eos_id,
         vocab_size=inputs.config.model.vocab_size,
         max_tokens=inputs.config.evaluation.max_tokens,
+        isolated=isolates_documents(inputs.config.data.packing),
         ranks=ranks,
         device=engine.device,
     )
@@ -251,4 +262,6 @@ def loader(inputs: Inputs, ranks: Ranks, state: TrainState) -> Loader:
         micro_batch_size=inputs.plan.micro_batch_size,
         gradient_accumulation_steps=inputs.plan.gradient_accumulation_steps,
         first_sample=state.consumed_samples,
+        eos_id=inputs.collection.eos_id,
+        plan=inputs.packed,
     )

@@ -29,12 +29,12 @@ def test_against_numpy(tiny_config: ModelConfig, tied: bool) -> None:
     assert distance_from_numpy(replace(tiny_config, tied=tied)) < 1e-5
 
 
-def without_attention_residual(self: Block, x_btd: Tensor, rotation: tuple[Tensor, Tensor], cache: object) -> Tensor:
+def without_attention_residual(self: Block, x_btd: Tensor, rotation: object, cache: object, mask: object) -> Tensor:
     x_btd = self.self_attn(self.input_layernorm(x_btd), rotation, cache)
     return x_btd + self.mlp(self.post_attention_layernorm(x_btd))
 
 
-def without_feedforward_residual(self: Block, x_btd: Tensor, rotation: tuple[Tensor, Tensor], cache: object) -> Tensor:
+def without_feedforward_residual(self: Block, x_btd: Tensor, rotation: object, cache: object, mask: object) -> Tensor:
     x_btd = x_btd + self.self_attn(self.input_layernorm(x_btd), rotation, cache)
     return self.mlp(self.post_attention_layernorm(x_btd))
 

@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 CPU = torch.device("cpu")
 
 
-def uniform_model(inputs: np.ndarray, targets: np.ndarray) -> LossSum:
+def uniform_model(inputs: np.ndarray, targets: np.ndarray, documents: np.ndarray | None) -> LossSum:
     """Every token as likely as any other."""
     count = torch.tensor(int((targets != IGNORED).sum()))
     return LossSum(count * math.log(VOCAB_SIZE), count)
@@ -32,7 +32,7 @@ def uniform_model(inputs: np.ndarray, targets: np.ndarray) -> LossSum:
 
 def scores_of(path: Path, forward: Any, ranks: Ranks, **options: Any) -> dict[str, Any]:
     collection = open_collection(path)
-    settings = {"seq_len": 64, "batch_size": 5, "max_tokens": None, **options}
+    settings = {"seq_len": 64, "batch_size": 5, "max_tokens": None, "isolated": False, **options}
     return evaluate(
         forward,
         {name: source.splits["validation"] for name, source in collection.sources.items()},
@@ -89,7 +89,7 @@ def test_nothing_held_out_is_an_error(collection: Path) -> None:
     with pytest.raises(DataFormatError, match="larger --validation-fraction"):
         evaluate(
             uniform_model, {}, seq_len=64, batch_size=1, eos_id=2, vocab_size=VOCAB_SIZE, max_tokens=None,
-            ranks=Ranks(0, 0, 1), device=CPU,
+            isolated=False, ranks=Ranks(0, 0, 1), device=CPU,
         )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def model_case(ranks: Ranks, tables: dict[str, Any], path: Path) -> dict[str, fl
     model = Transformer(parse_recipe(tables).model, generator=torch.Generator().manual_seed(3))
 
     @torch.no_grad()
-    def forward(inputs: np.ndarray, targets: np.ndarray) -> LossSum:
+    def forward(inputs: np.ndarray, targets: np.ndarray, documents: np.ndarray | None) -> LossSum:
         loss: LossSum = model(torch.from_numpy(inputs), torch.from_numpy(targets))
         return loss
 

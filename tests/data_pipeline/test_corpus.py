@@ -36,7 +36,7 @@ def jsonl(texts: list[str]) -> bytes:
 def compress(kind: str, *parts: bytes) -> bytes:
     """The parts as gzip members or zstd frames, one behind the other."""
     if kind == "gz":
-        return b"".join(gzip.compress(part) for part in parts)
+        return b"".join(gzip.compress(part, mtime=0) for part in parts)
     return b"".join(zstandard.ZstdCompressor(write_checksum=True).compress(part) for part in parts)
 
 

@@ -29,7 +29,7 @@ PARTS = [
     b" " * 50, b'{"text": ""}', b'{"text": "a", "text": "b"}', b'"text"', b"1e999", b"\x1f\x8b\x08", b"PAR1",
 ]  # fmt: skip
 COMPRESS: dict[str, tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]] = {
-    "gz": (lambda raw: gzip.compress(raw, 1), gzip.decompress),
+    "gz": (lambda raw: gzip.compress(raw, 1, mtime=0), gzip.decompress),
     "zst": (zstandard.ZstdCompressor(level=1, write_checksum=True).compress, lambda raw: _unzstd(raw)),
     "xz": (lambda raw: lzma.compress(raw, preset=0), lzma.decompress),
     "bz2": (lambda raw: bz2.compress(raw, 1), bz2.decompress),

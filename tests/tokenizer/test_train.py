@@ -323,6 +323,14 @@ def test_the_alphabet_is_the_number_of_single_characters_learned(texts: list[str
         assert report.alphabet == sum(len(piece) == 1 for piece in pieces_of(tmp_path / split)[260:])
 
 
+def test_line_breaks_are_no_part_of_the_alphabets_share_where_lines_are_the_sentences(tmp_path: Path) -> None:
+    text = "a\n" * 980 + "b" * 25 + "c" * 15 + "d" * 10  # 98 % are a, b and c; with the line breaks a, b and they
+    report = train([text], tmp_path / "t", vocab_size=272, character_coverage=0.98, split="lines")
+    single = [piece for piece in pieces_of(tmp_path / "t")[260:] if len(piece) == 1]
+    assert sorted(single) == ["\t", "\n", "a", "b", "c", "\u2581"]
+    assert report.alphabet == 6
+
+
 def test_a_text_that_fits_is_measured_as_it_is(texts: list[str], tmp_path: Path) -> None:
     report = train(texts[:1], tmp_path / "t", vocab_size=500)
     pieces = Sample(max_bytes=10**9, seed=0)

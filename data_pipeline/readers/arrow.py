@@ -16,14 +16,15 @@ from data_pipeline.readers.places import Piece, open_seekable
 
 _FILE_MAGIC = b"ARROW1"
 _END_MARK_BYTES = 8
-_RELEASED_BYTES = 64 * 1024 * 1024  # so much is read before its pages are given back
+_ROWS = 256
+_MAPPED_BYTES = 64 * 1024 * 1024  # so much is read before its pages are given back
 
 
 def read_arrow(piece: Piece, text_field: str, on_bytes: OnBytes, on_raw: OnRaw | None) -> Iterator[Document | Dropped]:
     """One item a row. The file is mapped, so that batches of any size cost no memory of their own."""
     import pyarrow
 
-    position = told = released = 0
+    position = told = mapped_bytes = 0
     try:
         with open_seekable(piece, on_raw) as raw:
             size = raw.seek(0, 2)
@@ -32,17 +33,20 @@ def read_arrow(piece: Piece, text_field: str, on_bytes: OnBytes, on_raw: OnRaw |
                 for batch, end in _batches(piece, mapped):
                     batch.validate()
                     where = find_column(batch.schema, text_field)
-                    if isinstance(where, str):
-                        rows = range(position + 1, position + batch.num_rows + 1)
-                        yield from (Dropped(piece.shown, row, "missing_text", where) for row in rows)
-                    else:
-                        yield from read_column(batch, where, piece.shown, position)
-                    position += batch.num_rows
+                    for first in range(0, batch.num_rows, _ROWS):
+                        part = batch.slice(first, _ROWS)
+                        if isinstance(where, str):
+                            rows = range(position + 1, position + part.num_rows + 1)
+                            yield from (Dropped(piece.shown, row, "missing_text", where) for row in rows)
+                        else:
+                            yield from read_column(part, where, piece.shown, position)
+                        position += part.num_rows
+                        mapped_bytes += part.nbytes
+                        if mapped_bytes > _MAPPED_BYTES and hasattr(mmap, "MADV_DONTNEED"):
+                            mapped.madvise(mmap.MADV_DONTNEED)
+                            mapped_bytes = 0
                     on_bytes(end - told)
                     told = end
-                    if end - released > _RELEASED_BYTES and hasattr(mmap, "MADV_DONTNEED"):
-                        mapped.madvise(mmap.MADV_DONTNEED)
-                        released = end
                 on_bytes(size - told)
     except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:
         raise CorpusError(f"{piece.shown}: damaged or not an Arrow file ({printable(str(error))})") from None

@@ -6,12 +6,14 @@ import lzma
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import datasets
 import fsspec
 import pytest
 
-from data_pipeline.corpus import Dropped, Place, TxtDocuments, read_documents
+from data_pipeline import unit
+from data_pipeline.corpus import CorpusError, Dropped, Place, TxtDocuments, read_documents, read_piece
 from data_pipeline.inspection import choose_codec
 from data_pipeline.prepare import Options, PrepareError, prepare
 from data_pipeline.shards import SPLITS, TokenStream, open_collection
@@ -132,3 +134,23 @@ def test_a_remote_file_that_changed_is_refused(tmp_path: Path, tokenizer_folder:
     with pytest.raises(PrepareError, match=r"a\.jsonl changed since it was begun"):
         prepare({"a": ["memory://changed"]}, tokenizer_folder, tmp_path / "out")
     memory.rm("/changed", recursive=True)
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = fsspec.filesystem("memory")
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "one"}\n')
+    memory.pipe("/changing/a.jsonl", b'{"text": "one"}\n')
+
+    def read_and_change(*arguments: Any, **options: Any) -> Iterator[Any]:
+        yield from read_piece(*arguments, **options)
+        (tmp_path / "a.jsonl").write_bytes(b'{"text": "one more"}\n')
+        memory.pipe("/changing/a.jsonl", b'{"text": "one more"}\n')
+
+    monkeypatch.setattr(unit, "read_piece", read_and_change)
+    for number, place in enumerate([tmp_path / "a.jsonl", "memory://changing"]):
+        with pytest.raises(CorpusError, match=r"a\.jsonl: the file changed while it was read"):
+            prepare({"a": [place]}, tokenizer_folder, tmp_path / f"{number}")
+        assert not list((tmp_path / f"{number}").rglob("*.bin"))
+    memory.rm("/changing", recursive=True)

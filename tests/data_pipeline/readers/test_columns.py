@@ -1,5 +1,6 @@
 """Rows of Parquet and Arrow files: nested and nullable columns, every kind of string, cuts, memory."""
 
+import struct
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,27 @@ def test_long_rows_are_decoded_a_few_at_a_time(tmp_path: Path, monkeypatch: pyte
         most = max(most, pyarrow.total_allocated_bytes() - before)
     assert lengths == expected
     assert most < 16_000_000
+
+
+@pytest.mark.parametrize("offsets", [(0, 4, 100, 12), (0, 8, 4, 12), (0, -4, 8, 12), (0, 4, 8, 2**31 - 1)])
+@pytest.mark.parametrize("form", ["stream", "file"])
+def test_texts_that_lie_outside_of_their_data_are_damage(tmp_path: Path, form: str, offsets: tuple[int, ...]) -> None:
+    path = write(tmp_path / "a", form, pyarrow.table({"text": ["aaaa", "bbbb", "cccc"]}))
+    whole = path.read_bytes()
+    good = struct.pack("<4i", 0, 4, 8, 12)
+    assert whole.count(good) == 1
+    path.write_bytes(whole.replace(good, struct.pack("<4i", *offsets)))
+    with pytest.raises(CorpusError, match="damaged"):
+        read(path)
+
+
+@pytest.mark.parametrize("index", [2, -1, 127])
+def test_an_index_outside_of_its_dictionary_is_damage(tmp_path: Path, index: int) -> None:
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0, 1, 1, 0, 1, 1, 1, 0], pyarrow.int8()), ["a", "b"])
+    path = write(tmp_path / "a", "stream", pyarrow.table({"text": column}))
+    whole = path.read_bytes()
+    good = bytes([0, 1, 1, 0, 1, 1, 1, 0])
+    assert whole.count(good) == 1
+    path.write_bytes(whole.replace(good, bytes([0, 1, 1, index % 256, 1, 1, 1, 0])))
+    with pytest.raises(CorpusError, match="outside of a dictionary of 2"):
+        read(path)

@@ -155,3 +155,14 @@ def test_no_record_holds_a_password() -> None:
     assert file_kind("https://host/a.JSONL.gz?x=.txt") == "jsonl.gz"
     assert recorded_piece("s3://bucket/a.txt", 0, None) is not None
     assert recorded_piece("<stdin>.jsonl", 0, None) is None
+
+
+def test_facts_of_now_are_not_those_of_a_listing_before(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filesystems remember what a folder held; before a file is compared with what it was, they must forget."""
+    (piece, _) = find_files(f"{memory}/a.jsonl").files[0]
+    forgotten: list[bool] = []
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "invalidate_cache", lambda self: forgotten.append(True))
+    FileFacts.of(piece, listed=True)
+    assert not forgotten
+    FileFacts.of(piece)
+    assert forgotten

@@ -79,6 +79,13 @@ def train_command(
         str,
         typer.Option(metavar="documents|lines", help="Of documents, pieces may hold line breaks; of lines, none."),
     ] = "documents",
+    split_by_script: Annotated[
+        bool,
+        typer.Option(
+            "--split-by-script/--no-split-by-script",
+            help="No piece mixes scripts, or punctuation with letters; without, code takes a tenth fewer tokens.",
+        ),
+    ] = True,
     control_symbols: Annotated[
         list[str] | None,
         typer.Option("--control-symbol", metavar="NAME", help="An id that no text ever becomes. Repeat for more."),
@@ -130,6 +137,7 @@ def train_command(
             model_type=model_type,
             normalization=normalization,
             split=split,
+            split_by_script=split_by_script,
             control_symbols=control_symbols or (),
             user_symbols=user_symbols or (),
             reserve=reserve,

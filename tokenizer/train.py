@@ -68,6 +68,7 @@ def train(
     model_type: str = "bpe",
     normalization: str = "identity",
     split: str = "documents",
+    split_by_script: bool = True,
     control_symbols: Sequence[str] = (),
     user_symbols: Sequence[str] = (),
     reserve: int = 0,
@@ -84,13 +85,15 @@ def train(
     """Train on a seeded sample of at most `sample_bytes` of the texts and publish the tokenizer as the folder `out`.
 
     A bare str counts once, a `Weighted` its weight. `split`: whole documents are the trainer's sentences, or their
-    lines, without line breaks. `reserve`: spare control symbols; more of them fill the vocabulary up to a multiple of
-    `vocab_multiple`; which id is which: see `tokenizer.symbols`. `character_coverage` (0.98 to 1) is the share of
-    characters in the text that get a piece of their own; absent, it is 0.9995 or what lets the alphabet take two
-    fifths of the learnable pieces (so that a small vocabulary keeps room for Chinese words beside Chinese characters),
-    but never below 0.98. `threads` changes the time, not the result; unigram always trains with the same number,
-    because there it would. `provenance` goes into the description as it is when the texts have ended, so that the
-    reader of the texts may fill it. `on_notice` hears lines for people: an estimate, what a normalisation loses.
+    lines, without line breaks. `split_by_script`: no piece holds characters of two scripts, punctuation counting as
+    one; without, about a tenth fewer tokens on code, of pieces such as `_name(`. `reserve`: spare control symbols;
+    more of them fill the vocabulary up to a multiple of `vocab_multiple`; which id is which: see `tokenizer.symbols`.
+    `character_coverage` (0.98 to 1) is the share of characters in the text that get a piece of their own; absent, it
+    is 0.9995 or what lets the alphabet take two fifths of the learnable pieces (so that a small vocabulary keeps room
+    for Chinese words beside Chinese characters), but never below 0.98. `threads` changes the time, not the result;
+    unigram always trains with the same number, because there it would. `provenance` goes into the description as it
+    is when the texts have ended, so that the reader of the texts may fill it. `on_notice` hears lines for people: an
+    estimate, what a normalisation loses.
 
     Memory: `sample_bytes`, and when that has been handed over, 13 to 27 times as much in a process that ends with the
     training. Raises TokenizerError: no text, a lone surrogate, a vocabulary that the text can't fill or that can't
@@ -123,7 +126,7 @@ def train(
     if sample.sampled_bytes >= MIN_ESTIMATED_BYTES:
         say(estimate(model_type, sample.sampled_bytes, characters.counting_seconds))
 
-    options = _options(model_type, normalization, vocab_size, character_coverage, symbols)
+    options = _options(model_type, normalization, split_by_script, vocab_size, character_coverage, symbols)
     digest = hashlib.sha256()
     trained = _train_model(
         _hashed(sample.drain(), digest),
@@ -251,7 +254,12 @@ def _alphabet(
 
 
 def _options(
-    model_type: str, normalization: str, vocab_size: int, character_coverage: float, symbols: Symbols
+    model_type: str,
+    normalization: str,
+    split_by_script: bool,
+    vocab_size: int,
+    character_coverage: float,
+    symbols: Symbols,
 ) -> dict[str, Any]:
     """What SentencePiece is told, all but the number of threads. It has other defaults for most of this."""
     options: dict[str, Any] = {
@@ -261,6 +269,7 @@ def _options(
         "required_chars": REQUIRED_CHARACTERS.replace(" ", SPACE_MARK),
         "byte_fallback": True,
         "split_digits": True,
+        "split_by_unicode_script": split_by_script,
         "normalization_rule_name": normalization,
         "remove_extra_whitespaces": False,
         "add_dummy_prefix": False,

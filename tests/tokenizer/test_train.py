@@ -260,6 +260,23 @@ def test_identity_warns_of_nothing(texts: list[str], tmp_path: Path) -> None:
     assert re.match(r"training on [12]\.\d MB: about \d+ s to \d+ s, \d+ MB to \d+ MB of memory$", notices[0])
 
 
+def test_pieces_mix_punctuation_and_letters_only_on_request(texts: list[str], tmp_path: Path) -> None:
+    measured = {}
+    for name, split_by_script in (("apart", True), ("mixed", False)):
+        report = train(texts, tmp_path / name, vocab_size=1500, split_by_script=split_by_script)
+        measured[name] = report.measurement.bytes_per_token
+    mixed = {
+        name: [piece for piece in pieces_of(tmp_path / name)[260:] if re.search(r"[A-Za-z][_(.]|[_(.][A-Za-z]", piece)]
+        for name in measured
+    }
+    assert not mixed["apart"]
+    assert len(mixed["mixed"]) > 20
+    assert measured["mixed"] > 1.02 * measured["apart"]
+    codec = Codec.load(tmp_path / "mixed")
+    assert codec.encoder == Codec.load(tmp_path / "apart").encoder
+    assert codec.decode(codec.encode(texts[0])) == texts[0]
+
+
 def test_lines_give_pieces_without_line_breaks(texts: list[str], tmp_path: Path) -> None:
     reports = {split: train(texts, tmp_path / split, vocab_size=1000, split=split) for split in ("documents", "lines")}
     assert [piece for piece in pieces_of(tmp_path / "lines") if "\n" in piece] == ["\n"]

@@ -38,7 +38,7 @@ Examples:
   python -m data_pipeline prepare --input en=books.jsonl.zst --input zh=chinese/ --tokenizer tokenizers/x --out data/x
   python -m data_pipeline prepare --input 'code=src/**/*.txt' --tokenizer tokenizers/x --out data/code --workers 8
   python -m data_pipeline prepare --input web=hf:HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer tokenizers/x --out data/web
-  zcat crawl.jsonl.gz | python -m data_pipeline prepare --input crawl=- --tokenizer tokenizers/x --out data/crawl
+  python -m data_pipeline prepare --input crawl=- --tokenizer tokenizers/x --out data/crawl < crawl.jsonl
 """  # noqa: E501
 _VERIFY_EXAMPLES = """\b
 Examples:

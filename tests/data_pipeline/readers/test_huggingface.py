@@ -1,6 +1,9 @@
 """Data sets of Hugging Face's library: saved folders, and names resolved by the library, from local folders."""
 
+import bz2
+import gzip
 import json
+import lzma
 from pathlib import Path
 
 import datasets
@@ -157,6 +160,19 @@ def test_what_the_library_cannot_read_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "train.csv").rename(tmp_path / "train.csv.zst")
     with pytest.raises(CorpusError, match="would not be noticed"):
         texts(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize("kind", ["gz", "bz2", "xz"])
+def test_a_cut_is_noticed_where_the_library_unpacks(tmp_path: Path, kind: str) -> None:
+    compress = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[kind]
+    whole = compress(b"text\n" + b"".join(b"row %d\n" % row for row in range(500)))
+    for length in (len(whole), len(whole) // 2, len(whole) - 4):
+        (tmp_path / f"train.csv.{kind}").write_bytes(whole[:length])
+        if length == len(whole):
+            assert len(texts(f"hf:{tmp_path}")) == 500
+            continue
+        with pytest.raises(CorpusError, match="ended before"):
+            texts(f"hf:{tmp_path}")
 
 
 def test_a_data_set_that_changed_meanwhile_is_refused(tmp_path: Path) -> None:

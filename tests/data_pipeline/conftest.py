@@ -2,11 +2,14 @@
 
 import json
 import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from data_pipeline.__main__ import main
 from data_pipeline.filters import is_validation
 from data_pipeline.prepare import Options, prepare
 from data_pipeline.shards import Collection
@@ -104,3 +107,19 @@ def small(tmp_path_factory: pytest.TempPathFactory, texts: list[str], tokenizer_
     options = Options(validation_fraction=0.2, min_chars=6, unit_bytes=20_000)
     sources = {"lines": [inputs / "a.jsonl", inputs / "b.jsonl"], "files": [inputs / "files"]}
     return SmallCollection(prepare(sources, tokenizer_folder, out, options).collection, inputs, documents)
+
+
+@pytest.fixture
+def run_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """A verb run in this process: exit code, stdout, stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["data_pipeline", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_pipeline.__main__ import main
 from data_pipeline.loader import Loader
 from data_pipeline.order import SampleOrder, Stage
 from data_pipeline.recorded_run import read_run
@@ -71,20 +69,6 @@ def made(small: SmallCollection, tmp_path: Path) -> MadeRun:
     lines = [json.dumps(record) for record in [*records, {"kind": "evaluation", "step": 18}]]
     (run / "metrics.jsonl").write_text("\n".join(lines) + '\n{"kind": "train", "st')
     return MadeRun(run, order, collection)
-
-
-@pytest.fixture
-def run_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["data_pipeline", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 def test_a_run_is_read_from_its_own_files(made: MadeRun) -> None:

@@ -17,7 +17,7 @@ from data_pipeline.readers.places import Piece, open_seekable
 _FILE_MAGIC = b"ARROW1"
 _END_MARK_BYTES = 8
 _ROWS = 256
-_MAPPED_BYTES = 64 * 1024 * 1024  # so much is read before its pages are given back
+_MAPPED_BYTES = 16 * 1024 * 1024  # so much is read before its pages are given back
 
 
 def read_arrow(piece: Piece, text_field: str, on_bytes: OnBytes, on_raw: OnRaw | None) -> Iterator[Document | Dropped]:

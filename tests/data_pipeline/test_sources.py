@@ -78,6 +78,7 @@ def test_every_place_and_format(
         assert entry["position"] == 7
         (file, *_) = plan["sources"][name]["files"]
         assert file.keys() == {"path", "size", "tag" if name in ("address", "memory") else "mtime_ns"}
+    assert "txt_documents" not in plan["options"]  # what came later than version 1 stands there only where it is chosen
     elsewhere = {name: places for name, places in corpora.items() if name != "memory"}  # which other processes lack
     prepare(elsewhere, tokenizer_folder, tmp_path / "two", options, workers=2)
     for name in elsewhere:

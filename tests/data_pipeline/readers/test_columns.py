@@ -1,6 +1,8 @@
 """Rows of Parquet and Arrow files: nested and nullable columns, every kind of string, cuts, memory."""
 
 import struct
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -169,3 +171,35 @@ def test_an_index_outside_of_its_dictionary_is_damage(tmp_path: Path, index: int
     path.write_bytes(whole.replace(good, bytes([0, 1, 1, index % 256, 1, 1, 1, 0])))
     with pytest.raises(CorpusError, match="outside of a dictionary of 2"):
         read(path)
+
+
+GROWTH = """
+import re, sys
+from pathlib import Path
+from data_pipeline.corpus import read_documents
+most = lambda: 1024 * int(re.search("VmHWM:\\s+([0-9]+) kB", Path("/proc/self/status").read_text())[1])
+items = read_documents([Path(sys.argv[1]), Path(sys.argv[2])])
+next(items)
+before = most()
+print(sum(1 for _ in items) + 1, most() - before)
+"""
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_one_large_group_of_rows_is_not_held_at_once(tmp_path: Path, form: str) -> None:
+    """96 MB of text in one row group or batch, read by a process that grows by less than half of that; a first
+    file of one row lets it load what it needs. Mapped pages count, so those of Arrow files must be given back."""
+    text = bytes(range(97, 123)).decode() * 1000
+    small = write(tmp_path / "a", form, pyarrow.table({"text": ["first"]}))
+    table = pyarrow.table({"text": [f"{number} {text}" for number in range(3700)]})
+    if form == "parquet":
+        large = tmp_path / "b.parquet"
+        parquet.write_table(table, large, compression="none", use_dictionary=False, write_batch_size=16)
+    else:
+        large = write(tmp_path / "b", form, table, rows=10**9)
+    assert large.stat().st_size > 96_000_000
+    command = [sys.executable, "-c", GROWTH, str(small), str(large)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True)
+    rows, growth = map(int, done.stdout.split())
+    assert rows == 3701
+    assert growth < 48_000_000

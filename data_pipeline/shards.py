@@ -42,11 +42,11 @@ import re
 import struct
 import threading
 import zlib
-from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import RawIOBase
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -76,6 +76,7 @@ _CRC = struct.Struct("<I")
 _MAGIC = {"bin": b"ZHTOKENS", "idx": b"ZHTINDEX"}
 _SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OPEN_FILES = 64
+_ENDS_KEPT = 1 << 17
 
 Int64Array = npt.NDArray[np.int64]
 Tokens: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -235,7 +236,7 @@ class ShardInfo:
 class ShardWriter:
     """Writes one shard under temporary names; `publish` gives both files their names, `discard` removes them.
 
-    Memory: one CRC block (16 MiB) and 8 bytes a document.
+    Memory, whatever the shard's size: one CRC block (16 MiB) and a megabyte of document ends.
     """
 
     def __init__(self, folder: Path, stem: str, *, vocab_size: int, eos_id: int, fingerprint: str) -> None:
@@ -244,14 +245,22 @@ class ShardWriter:
         self._folder, self._stem = folder, stem
         self._vocab_size, self._eos_id, self._fingerprint = vocab_size, eos_id, fingerprint
         self._width = token_width(vocab_size)
-        self._bin, self._idx = (temporary_name(folder / f"{stem}.{kind}") for kind in ("bin", "idx"))
         self._block = np.empty(CRC_BLOCK_BYTES // self._width, f"<u{self._width}")
         self._filled = 0
-        self._ends = array("Q")
+        self._ends: list[npt.NDArray[Any]] = []  # of documents that are not in the .idx yet
+        self._waiting_ends = 0
         self._crcs: list[int] = []
-        self.tokens, self.text_bytes, self._largest = 0, 0, eos_id
-        self._file = self._bin.open("wb")
-        self._file.write(bytes(HEADER_BYTES))
+        self._index_crc = 0
+        self.tokens, self.documents, self.text_bytes, self._largest = 0, 0, 0, eos_id
+        self._bin_path, self._idx_path = (temporary_name(folder / f"{stem}.{kind}") for kind in ("bin", "idx"))
+        self._bin = self._bin_path.open("wb", buffering=0)
+        self._idx = self._idx_path.open("wb", buffering=0)
+        try:
+            for file in (self._bin, self._idx):
+                _write_all(file, bytes(HEADER_BYTES))
+        except OSError:
+            self.discard()
+            raise
 
     def add(self, ids: npt.ArrayLike, text_bytes: int) -> None:
         """Append one document: its ids (1-D integers, no EOS), which is then closed by EOS, and the size of its text.
@@ -261,19 +270,24 @@ class ShardWriter:
         row = np.asarray(ids)
         if row.ndim != 1 or (row.size and row.dtype.kind not in "iu"):
             raise DataFormatError(f"ids must be one row of integers, not {row.dtype} of shape {row.shape}")
-        if row.size:
-            low, high = int(row.min()), int(row.max())
-            if low < 0 or high >= self._vocab_size:
-                raise DataFormatError(f"id {low if low < 0 else high} is outside a vocabulary of {self._vocab_size}")
-            if (row == self._eos_id).any():
-                raise DataFormatError(f"a document holds the EOS id {self._eos_id}; only its end may")
-            self._largest = max(self._largest, high)
-        self._append(row)
-        self._append(np.array([self._eos_id]))
-        self.text_bytes += text_bytes
-        self._ends.append(self.tokens)
+        row = np.append(row.astype(np.int64), self._eos_id)
+        self.add_documents(row, np.array([len(row)]), text_bytes)
 
-    def _append(self, ids: npt.NDArray[Any]) -> None:
+    def add_documents(self, ids: npt.NDArray[Any], ends: npt.NDArray[Any], text_bytes: int) -> None:
+        """Append whole documents: `ids` (tokens,) end to end, EOS closing each; `ends` (documents,), where each ends in
+        them, its EOS included; and the size of all their texts.
+
+        DataFormatError when an id is outside the vocabulary, or EOS stands elsewhere than at the ends.
+        """
+        if not len(ids):
+            return
+        low, high = int(ids.min()) if ids.dtype.kind == "i" else 0, int(ids.max())
+        if low < 0 or high >= self._vocab_size:
+            raise DataFormatError(f"id {low if low < 0 else high} is outside a vocabulary of {self._vocab_size}")
+        is_eos = ids == self._eos_id
+        if np.count_nonzero(is_eos) != len(ends) or not is_eos[ends - 1].all():
+            raise DataFormatError(f"a document holds the EOS id {self._eos_id}; only its end may")
+        self._largest = max(self._largest, high)
         position = 0
         while position < len(ids):
             count = min(len(ids) - position, len(self._block) - self._filled)
@@ -281,50 +295,65 @@ class ShardWriter:
             self._filled += count
             position += count
             if self._filled == len(self._block):
-                self._flush()
+                self._write_block()
+        self._ends.append(ends.astype("<u8") + np.uint64(self.tokens))
+        self._waiting_ends += len(ends)
+        if self._waiting_ends >= _ENDS_KEPT:
+            self._write_ends()
         self.tokens += len(ids)
+        self.documents += len(ends)
+        self.text_bytes += text_bytes
 
-    def _flush(self) -> None:
-        raw = self._block[: self._filled].tobytes()
-        self._crcs.append(zlib.crc32(raw))
-        self._file.write(raw)
+    def _write_block(self) -> None:
+        block = self._block[: self._filled].data.cast("B")
+        self._crcs.append(zlib.crc32(block))
+        _write_all(self._bin, block)
         self._filled = 0
+
+    def _write_ends(self) -> None:
+        self._write_index(b"".join(ends.tobytes() for ends in self._ends))
+        self._ends, self._waiting_ends = [], 0
+
+    def _write_index(self, raw: bytes) -> None:
+        self._index_crc = zlib.crc32(raw, self._index_crc)
+        _write_all(self._idx, raw)
 
     def publish(self) -> ShardInfo:
         """Finish, sync and name both files. The shard exists from the moment its .bin has its name."""
         if self._filled:
-            self._flush()
-        payload = np.array(self._ends, "<u8").tobytes() + np.array(self._crcs, "<u4").tobytes()
-
-        def header(kind: Literal["bin", "idx"], payload_crc: int) -> bytes:
-            return Header(
-                kind, self._width, self.tokens, len(self._ends), self._largest, self._vocab_size, self._eos_id,
-                self._fingerprint, self.text_bytes, payload_crc,
-            ).to_bytes()  # fmt: skip
-
-        self._file.seek(0)
-        self._file.write(header("bin", 0))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        with self._idx.open("wb") as file:
-            file.write(header("idx", zlib.crc32(payload)) + payload)
-            file.flush()
+            self._write_block()
+        self._write_ends()
+        self._write_index(np.array(self._crcs, "<u4").tobytes())
+        for file, kind, crc in ((self._bin, "bin", 0), (self._idx, "idx", self._index_crc)):
+            header = Header(
+                kind, self._width, self.tokens, self.documents, self._largest, self._vocab_size, self._eos_id,  # type: ignore[arg-type]
+                self._fingerprint, self.text_bytes, crc,
+            )  # fmt: skip
+            file.seek(0)
+            _write_all(file, header.to_bytes())
             os.fsync(file.fileno())
+            file.close()
         info = ShardInfo(
-            folder=self._folder, stem=self._stem, tokens=self.tokens, documents=len(self._ends),
+            folder=self._folder, stem=self._stem, tokens=self.tokens, documents=self.documents,
             text_bytes=self.text_bytes, largest_id=self._largest, token_bytes=self._width,
-            bin_sha256=file_sha256(self._bin), idx_sha256=file_sha256(self._idx),
+            bin_sha256=file_sha256(self._bin_path), idx_sha256=file_sha256(self._idx_path),
         )  # fmt: skip
-        publish(self._idx, info.idx_path)
-        publish(self._bin, info.bin_path)
+        publish(self._idx_path, info.idx_path)
+        publish(self._bin_path, info.bin_path)
         return info
 
     def discard(self) -> None:
         """Close and remove what has no name yet; safe to call at any time."""
-        self._file.close()
-        self._bin.unlink(missing_ok=True)
-        self._idx.unlink(missing_ok=True)
+        for file, path in ((self._bin, self._bin_path), (self._idx, self._idx_path)):
+            file.close()
+            path.unlink(missing_ok=True)
+
+
+def _write_all(file: RawIOBase, raw: bytes | memoryview) -> None:
+    """An unbuffered file may take less than it is given: the kernel stops at 2 GiB, or where the disk is full."""
+    rest = memoryview(raw)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 # ---------------------------------------------------------------- reading

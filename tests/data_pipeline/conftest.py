@@ -1,7 +1,6 @@
-"""A small real tokenizer and real text: the standard library's own sources, Chinese, odd characters."""
+"""A small real tokenizer and real text: programs of the sample corpus, Chinese, odd characters."""
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,10 +27,10 @@ ODD_TEXTS = [
 
 
 def real_texts(count: int) -> list[str]:
-    """Source files of the standard library between 1 and 20 kB, always the same ones for one Python."""
-    folder = Path(os.__file__).parent
-    files = [path for path in sorted(folder.glob("*.py")) if 1000 < path.stat().st_size < 20_000]
-    return [path.read_text(encoding="utf-8") for path in files[:count]]
+    """Source files of the sample corpus between 1 and 20 kB, the same ones on every machine."""
+    path = Path(__file__).parents[2] / "data_pipeline" / "sample_corpus" / "code.jsonl"
+    texts = [json.loads(line)["text"] for line in path.read_bytes().splitlines()]
+    return [text for text in texts if 1000 < len(text.encode()) < 20_000][:count]
 
 
 @pytest.fixture(scope="session")

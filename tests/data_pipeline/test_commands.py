@@ -176,7 +176,7 @@ def test_verify_samples_and_counts_epochs(
     assert (report["sample"], len(report["epoch"])) == ({"documents_equal": 9}, 8)
     kept = tmp_path / "kept"
     shutil.copy2(corpus_file, kept)
-    corpus_file.write_text(corpus_file.read_text().replace("import", "IMPORT"))
+    corpus_file.write_bytes(corpus_file.read_bytes().replace(b"a", b"A"))
     code, out, err = run(monkeypatch, capsys, *arguments)
     shutil.move(kept, corpus_file)
     assert (code, out, err.count("\n")) == (2, "", 1)

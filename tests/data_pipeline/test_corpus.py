@@ -170,18 +170,29 @@ def test_a_cut_at_any_byte_is_noticed(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
 def test_damage_and_strange_bytes_behind_the_end_are_noticed(tmp_path: Path, kind: str) -> None:
-    whole = compress(kind, jsonl(real_texts(3)))
+    """A byte in some thousands may be any: zstd gives the same text then, checksum and all."""
+    texts = real_texts(3)
+    whole = compress(kind, jsonl(texts))
     path = tmp_path / f"a.jsonl.{kind}"
     rng = random.Random(kind)
-    for content in [whole + b"tail", b"no such thing", bytes(64)] + [
+    strange = [whole + b"tail", b"no such thing", bytes(64)]
+    damaged = [
         whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :]
         for place in rng.sample(range(20, len(whole)), 20)
-    ]:
+    ]
+    complaints = []
+    for content in strange + damaged:
         path.write_bytes(content)
-        with pytest.raises(CorpusError) as caught:
-            read(path)
-        assert str(path) in str(caught.value)
-        assert "\n" not in str(caught.value)
+        try:
+            items = read(path)
+        except CorpusError as error:
+            complaints.append(str(error))
+        else:
+            assert content in damaged
+            assert texts_of(items) == texts
+            assert drops_of(items) == []
+    assert len(complaints) >= 20
+    assert all(str(path) in complaint and "\n" not in complaint for complaint in complaints)
 
 
 # ---------------------------------------------------------------- parquet

@@ -17,6 +17,7 @@ import typer
 
 if TYPE_CHECKING:
     from data_pipeline.inspection import Segment
+    from data_pipeline.prepare import PartReport, PrepareReport
     from data_pipeline.shards import Collection
     from data_pipeline.trace import Told
 
@@ -39,6 +40,8 @@ Examples:
   python -m data_pipeline prepare --input 'code=src/**/*.txt' --tokenizer tokenizers/x --out data/code --workers 8
   python -m data_pipeline prepare --input web=hf:HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer tokenizers/x --out data/web
   python -m data_pipeline prepare --input crawl=- --tokenizer tokenizers/x --out data/crawl < crawl.jsonl
+  python -m data_pipeline prepare --input web=crawl/ --tokenizer tokenizers/x --out data/web --deduplicate
+  python -m data_pipeline prepare --input web=crawl/ --tokenizer tokenizers/x --out data/web --units 3/8
 """  # noqa: E501
 _VERIFY_EXAMPLES = """\b
 Examples:
@@ -103,7 +106,14 @@ def prepare_command(
     min_chars: Annotated[int, typer.Option(help="Drop documents of fewer characters.")] = 0,
     max_chars: Annotated[int | None, typer.Option(help="Drop documents of more characters.")] = None,
     unit_bytes: Annotated[int, typer.Option(help="Input bytes of one unit of work, and so of one shard.")] = 64 << 20,
+    deduplicate: Annotated[
+        bool, typer.Option("--deduplicate", help="Of equal texts of a source keep the first; reads the input twice.")
+    ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first document that cannot be read.")] = False,
+    units: Annotated[
+        str | None,
+        typer.Option(metavar="K/N", help="Do the K-th of N parts of the units alone; without it, all that are left."),
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Report as JSON.")] = False,
 ) -> None:
     """Make token files out of text: one data set a source, split in train and validation.
@@ -115,20 +125,18 @@ def prepare_command(
     """
     from data_pipeline.corpus import as_txt_documents
     from data_pipeline.inspection import summarize
-    from data_pipeline.prepare import Options, parse_inputs, prepare
+    from data_pipeline.prepare import Options, Part, parse_inputs, prepare, prepare_part
 
     options = Options(
-        text_field, validation_fraction, min_chars, max_chars, unit_bytes, as_txt_documents(txt_documents)
+        text_field, validation_fraction, min_chars, max_chars, unit_bytes, as_txt_documents(txt_documents), deduplicate
     )
-    report = prepare(
-        parse_inputs([*(input or []), *(more or [])]),
-        tokenizer,
-        out,
-        options,
-        workers=workers or _available_cpus(),
-        strict=strict,
-        stdin_kind=stdin_kind,
-    )
+    inputs, workers = parse_inputs([*(input or []), *(more or [])]), workers or _available_cpus()
+    if units is not None:
+        part = Part.parse(units)
+        done = prepare_part(inputs, tokenizer, out, options, part=part, workers=workers, strict=strict)
+        _print_json(asdict(done)) if json_output else _print_part(units, done)
+        return
+    report = prepare(inputs, tokenizer, out, options, workers=workers, strict=strict, stdin_kind=stdin_kind)
     result = {
         **summarize(report.collection),
         "units": report.units,
@@ -144,10 +152,7 @@ def prepare_command(
     if report.units_done_before == report.units:
         print(f"{out} was complete already; checked (sizes, headers, manifests)")
     else:
-        print(
-            f"{report.units} units ({report.units_done_before} done before) in {report.seconds:.1f} s:"
-            f" {result['megabytes_per_second']:.1f} MB/s of text, {result['tokens_per_second']:,.0f} tokens/s"
-        )
+        print(_done_text(report))
 
 
 @app.command("verify", epilog=_VERIFY_EXAMPLES)
@@ -520,6 +525,30 @@ def _print_told(told: Told, global_batch_size: int, *, with_text: bool) -> None:
             print("──── end of document (EOS) ────")
 
 
+def _done_text(report: PrepareReport | PartReport) -> str:
+    megabytes, tokens = report.text_bytes / report.seconds / 1e6, report.tokens / report.seconds
+    return (
+        f"{report.units:,} units ({report.units_done_before:,} done before) in {report.seconds:.1f} s:"
+        f" {megabytes:.1f} MB/s of text, {tokens:,.0f} tokens/s"
+    )
+
+
+def _print_part(units: str, report: PartReport) -> None:
+    if report.units_unhashed:
+        print(
+            f"part {units}: its documents are hashed; {report.units_unhashed:,} units of other parts are not yet. When "
+            "all parts are, run them once more: then duplicates are known, and the rest is done"
+        )
+        return
+    print(f"part {units}: {_done_text(report)}")
+    if report.units_left:
+        print(
+            f"{report.units_left:,} units of other parts are left; then end the work with this command without --units"
+        )
+    else:
+        print("all units are done; end the work with this command without --units")
+
+
 def _print_summary(collection: Collection) -> None:
     print(f"{collection.path}: vocab size {collection.vocab_size}, tokenizer {collection.fingerprint[:12]}")
     print(f"{'source':<20} {'split':<10} {'documents':>12} {'tokens':>16} {'text bytes':>18} {'bytes/token':>11}")
@@ -530,6 +559,9 @@ def _print_summary(collection: Collection) -> None:
                 f"{name:<20} {side:<10} {split.documents:>12,} {split.tokens:>16,} {split.text_bytes:>18,} {ratio:>11}"
             )
     for name, source in collection.sources.items():
+        dropped = sum(source.manifest["dropped"].values())
+        read = source.manifest["documents_read"]
+        print(f"{name}: {read:,} documents read = {read - dropped:,} kept + {dropped:,} dropped")
         for kind, word in (("dropped", "dropped"), ("notes", "noted")):
             for reason, count in source.manifest[kind].items():
                 print(f"{name}: {count:,} {word}: {reason} (each in {source.path / 'ledger.jsonl'})")

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
+
+_PROCESS = secrets.token_hex(
+    4
+)  # process ids are of one machine; a forked process has this of its parent, and its own id
 
 
 def sync_folder(folder: Path) -> None:
@@ -24,8 +29,8 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def temporary_name(final: Path) -> Path:
-    """A name beside `final` that no reader takes for data and no other process uses."""
-    return final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    """A name beside `final` that no reader takes for data and no other process uses, on this machine or another."""
+    return final.with_name(f".{final.name}.{os.getpid()}-{_PROCESS}.tmp")
 
 
 def write_file(path: Path, content: bytes) -> None:

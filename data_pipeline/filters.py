@@ -1,11 +1,18 @@
-"""A document stays as it is, or goes for a reason that the ledger keeps. Nothing here changes a text."""
+"""A document stays as it is, or goes for a reason that the ledger keeps. Nothing here changes a text.
+
+A filter is a function of a document that gives it back, or the reason to drop it. A unit of work makes its own, so one
+may keep count; it sees each document that the filters before it let through, once and in order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TypeAlias
 
+from data_pipeline.corpus import Document
 from tokenizer.codec import SPACE_MARK
 
 # The key and the digest decide for good which documents are held out; another key would be another split.
@@ -20,6 +27,9 @@ class Remark:
     detail: str = ""
 
 
+Filter: TypeAlias = Callable[[Document], "Document | Remark"]
+
+
 @dataclass(frozen=True)
 class LengthFilter:
     """Drops documents of fewer than `min_chars` or more than `max_chars` characters (None: no upper bound)."""
@@ -31,19 +41,39 @@ class LengthFilter:
         if self.min_chars < 0 or (self.max_chars is not None and self.max_chars < max(1, self.min_chars)):
             raise ValueError(f"--min-chars {self.min_chars} and --max-chars {self.max_chars} let no document through")
 
-    def __call__(self, text: str) -> Remark | None:
-        """The reason to drop this text, or None to keep it."""
-        if len(text) < self.min_chars:
-            return Remark("too_few_chars", f"{len(text)} < {self.min_chars}")
-        if self.max_chars is not None and len(text) > self.max_chars:
-            return Remark("too_many_chars", f"{len(text)} > {self.max_chars}")
-        return None
+    def __call__(self, document: Document) -> Document | Remark:
+        """The document, or the bound that it breaks."""
+        length = len(document.text)
+        if length < self.min_chars:
+            return Remark("too_few_chars", f"{length} < {self.min_chars}")
+        if self.max_chars is not None and length > self.max_chars:
+            return Remark("too_many_chars", f"{length} > {self.max_chars}")
+        return document
 
 
-def losses(text: str) -> Iterator[Remark]:
+class DuplicateFilter:
+    """Drops the documents of one unit whose text stood in their source before.
+
+    repeats: the number of each among the documents that come here, ascending, and where the first of its kind stood.
+    """
+
+    def __init__(self, repeats: Iterable[tuple[int, str]]) -> None:
+        self._repeats = iter(repeats)
+        self._next = next(self._repeats, None)
+        self._seen = 0
+
+    def __call__(self, document: Document) -> Document | Remark:
+        """The document, or where its text stood first."""
+        number, self._seen = self._seen, self._seen + 1
+        if self._next is None or self._next[0] != number:
+            return document
+        first, self._next = self._next[1], next(self._repeats, None)
+        return Remark("duplicate", f"of {first}")
+
+
+def loss(text: str) -> Remark | None:
     """What the tokenizer cannot give back of a text that is kept: SentencePiece reads U+2581 as a space."""
-    if count := text.count(SPACE_MARK):
-        yield Remark("literal_u2581", f"{count} become spaces")
+    return Remark("literal_u2581", f"{text.count(SPACE_MARK)} become spaces") if SPACE_MARK in text else None
 
 
 def is_validation(text: bytes, fraction: float) -> bool:
@@ -51,5 +81,12 @@ def is_validation(text: bytes, fraction: float) -> bool:
 
     So equal texts fall on one side, in whatever source they stand, and no document changes sides as data grows.
     """
-    digest = blake2b(text, digest_size=8, key=VALIDATION_KEY).digest()
-    return int.from_bytes(digest, "little") < fraction * 2.0**64
+    return held_out([text], fraction)[0]
+
+
+def held_out(texts: Iterable[bytes], fraction: float) -> list[bool]:
+    """`is_validation` of each text."""
+    if not fraction:
+        return [False for _ in texts]
+    bound, key, number = math.ceil(fraction * 2.0**64), VALIDATION_KEY, int.from_bytes
+    return [number(blake2b(text, digest_size=8, key=key).digest(), "little") < bound for text in texts]

@@ -1,67 +1,51 @@
 """Corpora become a collection of token files: planned from the input alone, in parallel, resumable at any byte.
 
 The plan (files, sizes, times, options, tokenizer) is written before the first unit. Each unit leaves its shards and a
-receipt; when all have theirs, the manifests are written, the collection's last. Which process does a unit, and how
-often the work was killed on the way, leaves no trace in the output.
+receipt; when all have theirs, the manifests are written, the collection's last. Which process on which machine does a
+unit, and how often the work was killed on the way, leaves no trace in the output.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import multiprocessing
 import os
+import re
 import shutil
-import signal
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from data_pipeline.corpus import STDIN, Found, Place, find_files, is_local, plan_units, standard_input
+from data_pipeline.corpus import STDIN, Place, is_local, standard_input
+from data_pipeline.duplicates import duplicates_folder, find_repeats, hashes_receipt
 from data_pipeline.durable import file_sha256, publish, sync_folder, temporary_name, write_file
+from data_pipeline.locks import ALL, Span, doing, setting_up
+from data_pipeline.plan import make_plan, refuse_foreign_folder, refuse_output_among_inputs, settle_plan
+from data_pipeline.progress import Counters, reporting
 from data_pipeline.shards import (
     COLLECTION_FORMAT,
     DATASET_FORMAT,
     FORMAT_VERSION,
     LEDGER_NAME,
     MANIFEST_NAME,
-    PLAN_FORMAT,
-    PLAN_PATH,
     SPLITS,
     TOKENIZER_FOLDER,
     Collection,
     is_source_name,
     open_collection,
-    read_manifest,
     render_manifest,
 )
 from data_pipeline.spool import keep_stdin, spool_folder
-from data_pipeline.unit import (
-    Options,
-    PrepareError,
-    StopWork,
-    Unit,
-    Workplace,
-    receipt_shards,
-    run_unit,
-    valid_receipt,
-)
+from data_pipeline.unit import Options, PrepareError, Unit, Workplace, receipt_shards, valid_receipt
+from data_pipeline.workers import Job, Pass, run_units
 from tokenizer.codec import Codec
 
-__all__ = ["Options", "PrepareError", "PrepareReport", "parse_inputs", "prepare"]
-
-_ORPHANS_SECONDS = 10.0
-_PLAIN_REPORT_SECONDS = 10.0
+__all__ = ["Options", "Part", "PartReport", "PrepareError", "PrepareReport", "parse_inputs", "prepare", "prepare_part"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +58,45 @@ class PrepareReport:
     text_bytes: int
     tokens: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """What a run of `prepare_part` did.
+
+    units_unhashed: units of other parts whose documents must be hashed before this part can drop duplicates; it has
+    tokenized nothing then, and must be run again. units_left: units of the whole work that have no receipt yet.
+    """
+
+    units: int
+    units_done_before: int
+    units_unhashed: int
+    units_left: int
+    text_bytes: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """The `number`-th (from 1) of `of` parts, equal in number of units; all units in order, cut in `of` places."""
+
+    number: int
+    of: int
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        """`3/8`. PrepareError: anything else."""
+        match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
+        part = cls(int(match[1]), int(match[2])) if match else None
+        if part is None or not 1 <= part.number <= part.of:
+            raise PrepareError(f"--units {text}: say K/N, such as 3/8 for the third of eight parts")
+        return part
+
+    def span(self, units: int) -> Span:
+        """Which of so many units are this part's."""
+        first, stop = (units * border // self.of for border in (self.number - 1, self.number))
+        return Span(first, stop - first)
 
 
 def parse_inputs(arguments: Sequence[str]) -> dict[str, list[Place]]:
@@ -119,6 +142,9 @@ def _source_name(place: Place) -> str:
     return "stdin" if place == STDIN else address.rstrip("/").rpartition("/")[2].split(".")[0]
 
 
+# ---------------------------------------------------------------- the work
+
+
 def prepare(
     inputs: Mapping[str, Sequence[Place]],
     tokenizer: Path,
@@ -137,299 +163,171 @@ def prepare(
     `out` holds no manifest then, and the same command continues where it stopped.
     """
     began_at = time.monotonic()
-    options = options or Options()
+    with _begun(inputs, tokenizer, out, options or Options(), None, workers, strict, stdin_kind) as work:
+        if not work.is_whole:
+            work.do()
+            _finish(work)
+        collection = open_collection(out)
+        _remove_receipts(work.place)
+    return PrepareReport(
+        collection, len(work.units), work.done_before, work.text_bytes, work.tokens, time.monotonic() - began_at
+    )
+
+
+def prepare_part(
+    inputs: Mapping[str, Sequence[Place]],
+    tokenizer: Path,
+    out: Path,
+    options: Options | None = None,
+    *,
+    part: Part,
+    workers: int = 1,
+    strict: bool = False,
+) -> PartReport:
+    """Do one part of the units of `prepare`, and leave the rest to other calls, on this machine or on others that see
+    the same input and `out` under the same names. In any order, at once or not; `prepare` itself ends the work.
+
+    With `options.deduplicate` a part is run twice: tokenizing waits until all units' documents are hashed.
+
+    Errors: as `prepare`.
+    """
+    began_at = time.monotonic()
+    if any(STDIN in places for places in inputs.values()):
+        raise PrepareError("standard input cannot be read by several calls; give a file, or leave --units out")
+    with _begun(inputs, tokenizer, out, options or Options(), part, workers, strict) as work:
+        if not work.is_whole:
+            work.do()
+    left = 0 if work.is_whole else sum(not work.place.receipt(unit).exists() for unit in work.units)
+    return PartReport(
+        len(work.own), work.done_before, work.unhashed, left, work.text_bytes, work.tokens, time.monotonic() - began_at
+    )
+
+
+@contextmanager
+def _begun(
+    inputs: Mapping[str, Sequence[Place]],
+    tokenizer: Path,
+    out: Path,
+    options: Options,
+    part: Part | None,
+    workers: int,
+    strict: bool,
+    stdin_kind: str = "jsonl",
+) -> Iterator[_Work]:
+    """The work as planned, and this process alone at its part of it."""
     if workers < 1:
         raise PrepareError(f"{workers} workers cannot work; take 1 or more")
-    uses_stdin = sum(list(places).count(STDIN) for places in inputs.values())
-    if uses_stdin > 1:
+    stdin_inputs = sum(list(places).count(STDIN) for places in inputs.values())
+    if stdin_inputs > 1:
         raise PrepareError("standard input can be read once; give --input NAME=- once")
     codec = Codec.load(tokenizer)
-    _refuse_output_among_inputs(inputs, out)
-    units, plan = _make_plan(inputs, options, codec, standard_input(stdin_kind))
+    refuse_output_among_inputs(inputs, out)
+    units, plan = make_plan(inputs, options, codec, standard_input(stdin_kind))
     place = Workplace(out)
-    _refuse_foreign_folder(place)
+    refuse_foreign_folder(place)
     place.state.mkdir(parents=True, exist_ok=True)
-    if uses_stdin:
-        with _only_writer(place):
+    if stdin_inputs:
+        with doing(place, ALL):
             stdin = keep_stdin(place, stdin_kind)
-        units, plan = _make_plan(inputs, options, codec, stdin)
-    with _only_writer(place):
-        place.receipts.mkdir(exist_ok=True)
-        plan = _settle_plan(place, plan)
-        if (out / MANIFEST_NAME).exists():
-            collection = open_collection(out)
-            _remove_receipts(place)
-            return PrepareReport(collection, len(units), len(units), 0, 0, time.monotonic() - began_at)
-        _clear_leftovers(place, list(inputs))
-        codec.copy_to(out / TOKENIZER_FOLDER)
-        receipts = {unit: receipt for unit in units if (receipt := valid_receipt(place, unit, codec))}
-        done_before = len(receipts)
-        missing = [unit for unit in units if unit not in receipts]
-        counters = _Counters()
-        with _reporting(counters, sum(unit.input_bytes for unit in missing)):
-            for unit, receipt in _run_units(place, missing, options, codec, workers, strict, counters):
-                receipts[unit] = receipt
-        _finish(place, units, receipts, plan, codec)
-        collection = open_collection(out)
-        _remove_receipts(place)
-    return PrepareReport(
-        collection, len(units), done_before, counters.text_bytes, counters.tokens, time.monotonic() - began_at
-    )
+        units, plan = make_plan(inputs, options, codec, stdin)
+    span = ALL if part is None else part.span(len(units))
+    with ExitStack() as stack:
+        with setting_up(place):
+            stack.enter_context(doing(place, span))
+            place.receipts.mkdir(exist_ok=True)
+            plan = settle_plan(place, plan)
+            work = _Work(place, units, plan, options, codec, span, workers, strict)
+            if not work.is_whole:
+                work.make_folders()
+        yield work
+
+
+class _Work:
+    """All units and the part of them that is to be done now; what came of it."""
+
+    def __init__(
+        self,
+        place: Workplace,
+        units: Sequence[Unit],
+        plan: dict[str, Any],
+        options: Options,
+        codec: Codec,
+        span: Span,
+        workers: int,
+        strict: bool,
+    ) -> None:
+        self.place, self.units, self.plan, self.options, self.codec = place, units, plan, options, codec
+        self.span, self.workers, self.strict = span, workers, strict
+        self.own = units if span.count is None else units[span.first : span.first + span.count]
+        self.is_whole = (place.out / MANIFEST_NAME).exists()
+        self.done_before = len(self.own) if self.is_whole else 0
+        self.unhashed = self.text_bytes = self.tokens = 0
+
+    def make_folders(self) -> None:
+        """Make what is missing of `out`; where this process does all units, remove what killed ones were writing."""
+        sources, place = list(self.plan["sources"]), self.place
+        for folder in (*map(place.source, sources), duplicates_folder(place)):
+            folder.mkdir(exist_ok=True)
+        sync_folder(place.out)
+        if self.span == ALL:
+            for partial in place.out.glob(f".{TOKENIZER_FOLDER}.*.partial"):
+                shutil.rmtree(partial)
+            state = (place.out, place.state, place.receipts, duplicates_folder(place))
+            for folder in (*state, *map(place.source, sources)):
+                for leftover in folder.glob(".*.tmp"):
+                    leftover.unlink()
+        self.codec.copy_to(place.out / TOKENIZER_FOLDER)
+
+    def do(self) -> None:
+        """Tokenize all own units that have no receipt; with duplicates to drop, only when all units are compared."""
+        missing = [unit for unit in self.own if valid_receipt(self.place, unit, self.codec) is None]
+        self.done_before = len(self.own) - len(missing)
+        if self.options.deduplicate and missing:
+            self._compare_documents()
+        if not self.unhashed:
+            counters = self._run("tokenize", missing)
+            self.text_bytes, self.tokens = counters.text_bytes, counters.tokens
+
+    def _compare_documents(self) -> None:
+        """Find every document that repeats an earlier one of its source; or count the units that are not hashed."""
+        self._run("hash", [unit for unit in self.own if hashes_receipt(self.place, unit) is None])
+        others = [] if self.span == ALL else self.units
+        self.unhashed = sum(hashes_receipt(self.place, unit) is None for unit in others)
+        if not self.unhashed:
+            with setting_up(self.place):
+                for source in self.plan["sources"]:
+                    find_repeats(self.place, source, [unit for unit in self.units if unit.source == source])
+
+    def _run(self, what: Pass, units: Sequence[Unit]) -> Counters:
+        counters = Counters()
+        job = Job(what, self.place, self.options, self.place.out / TOKENIZER_FOLDER, self.strict, self.span)
+        with reporting(counters, _WORDS[what], sum(unit.input_bytes for unit in units)):
+            run_units(job, units, self.workers, counters)
+        return counters
+
+
+_WORDS: dict[Pass, str] = {"hash": "prepare, documents compared", "tokenize": "prepare"}
 
 
 def _remove_receipts(place: Workplace) -> None:
     """What is needed only while a collection is not whole."""
-    shutil.rmtree(place.receipts)
-    if spool_folder(place).exists():
-        shutil.rmtree(spool_folder(place))
-
-
-# ---------------------------------------------------------------- plan
-
-
-def _make_plan(
-    inputs: Mapping[str, Sequence[Place]], options: Options, codec: Codec, stdin: Found
-) -> tuple[list[Unit], dict[str, Any]]:
-    """All units in order, and the record of everything the output depends on."""
-    units: list[Unit] = []
-    sources: dict[str, Any] = {}
-    for name in sorted(inputs):
-        listing = find_files(inputs[name], txt_documents=options.txt_documents, stdin=stdin)
-        facts = {piece.path: one for piece, one in listing.files}
-        units += [
-            Unit(name, number, pieces, tuple(facts[piece.path] for piece in pieces))
-            for number, pieces in enumerate(plan_units(listing.files, options.unit_bytes))
-        ]
-        sources[name] = {"files": [one.record() for one in facts.values()], "ignored": listing.ignored}
-    plan = {
-        "format": PLAN_FORMAT,
-        "version": FORMAT_VERSION,
-        "tokenizer": {"fingerprint": codec.fingerprint, "vocab_size": codec.vocab_size, "eos_id": codec.eos_id},
-        "options": options.record(),
-        "sources": sources,
-    }
-    return units, plan
-
-
-def _refuse_output_among_inputs(inputs: Mapping[str, Sequence[Place]], out: Path) -> None:
-    """A folder is read to its bottom: the next run would read what this one wrote."""
-    places = (str(place).removeprefix("file://") for places in inputs.values() for place in places)
-    for folder in (Path(place) for place in places if Path(place).is_dir()):
-        if out.resolve().is_relative_to(folder.resolve()):
-            raise PrepareError(f"{out}: lies inside the input {folder}; choose an --out outside of it")
-
-
-def _refuse_foreign_folder(place: Workplace) -> None:
-    out = place.out
-    if out.exists() and not out.is_dir():
-        raise PrepareError(f"{out}: not a folder; choose another --out")
-    # Looked for in this order: another `prepare` that begins meanwhile writes its plan before anything else.
-    if out.exists() and {entry.name for entry in out.iterdir()} - {".prepare"} and not (out / PLAN_PATH).exists():
-        raise PrepareError(f"{out}: holds files that `prepare` did not make; choose another --out")
-
-
-def _settle_plan(place: Workplace, plan: dict[str, Any]) -> dict[str, Any]:
-    """Write the plan down, or compare it with the one that this folder was begun with; returns the one on disk."""
-    path = place.out / PLAN_PATH
-    if not path.exists():
-        write_file(path, render_manifest(plan))
-        return plan
-    old, _ = read_manifest(path, PLAN_FORMAT)
-    if difference := _difference(old, plan):
-        raise PrepareError(f"{place.out}: {difference}; delete that folder to start anew, or choose another --out")
-    return old
-
-
-def _difference(old: dict[str, Any], new: dict[str, Any]) -> str | None:
-    """What sets a new plan apart from the one on disk, in words."""
-    if old["tokenizer"] != new["tokenizer"]:
-        was, now = (plan["tokenizer"]["fingerprint"][:12] for plan in (old, new))
-        return f"it was begun with tokenizer {was}, not {now}"
-    for option, default in asdict(Options()).items():
-        was, now = (plan["options"].get(option, default) for plan in (old, new))
-        if was != now:
-            return f"it was begun with {option} = {was}, not {now}"
-    if old["sources"].keys() != new["sources"].keys():
-        return f"it was begun with the sources {', '.join(old['sources'])}, not {', '.join(new['sources'])}"
-    for name, source in new["sources"].items():
-        before = {facts["path"]: facts for facts in old["sources"][name]["files"]}
-        after = {facts["path"]: facts for facts in source["files"]}
-        if gone := before.keys() - after.keys():
-            return f"{min(gone)} belonged to source {name} when it was begun, and does not now"
-        if fresh := after.keys() - before.keys():
-            return f"{min(fresh)} did not belong to source {name} when it was begun"
-        for path, facts in after.items():
-            if facts["size"] != before[path]["size"]:
-                return f"{path} changed since it was begun (then {before[path]['size']} bytes, now {facts['size']})"
-            if facts != before[path]:
-                return f"{path} changed since it was begun (it was written to)"
-        if list(before) != list(after):
-            return f"the files of source {name} were given in another order when it was begun"
-    return None
-
-
-def _clear_leftovers(place: Workplace, sources: Sequence[str]) -> None:
-    """Remove what a killed run was writing; only the one writer may do so."""
-    for leftover in place.out.glob(f".{TOKENIZER_FOLDER}.*.partial"):
-        shutil.rmtree(leftover)
-    for name in sources:
-        place.source(name).mkdir(exist_ok=True)
-    sync_folder(place.out)
-    for folder in (place.out, place.state, place.receipts, *map(place.source, sources)):
-        for leftover in folder.glob(".*.tmp"):
-            leftover.unlink()
-
-
-# ---------------------------------------------------------------- one writer
-
-
-@contextmanager
-def _only_writer(place: Workplace) -> Iterator[None]:
-    """Hold the folder against other runs, once the workers of a killed run are gone as well.
-
-    The workers hold a lock of their own, shared: they end by themselves within a moment of their parent's death.
-    """
-    with (place.state / "lock").open("ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise PrepareError(f"{place.out}: another `prepare` is writing there; wait for it to end") from None
-        deadline = time.monotonic() + _ORPHANS_SECONDS
-        with _workers_lock(place.state).open("ab") as workers:
-            while not _try_lock(workers.fileno()):
-                if time.monotonic() > deadline:
-                    raise PrepareError(f"{place.out}: workers of a run that ended still write there; end them first")
-                time.sleep(0.05)
-        yield
-
-
-def _workers_lock(state: Path) -> Path:
-    return state / "workers.lock"
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-# ---------------------------------------------------------------- workers
-
-
-class _Counters:
-    """What all processes have done so far, and the sign to stop; shared memory, passed to workers as they start."""
-
-    def __init__(self) -> None:
-        self._numbers = multiprocessing.get_context("spawn").Array("q", 4)
-
-    def add(self, *, input_bytes: int = 0, text_bytes: int = 0, tokens: int = 0) -> None:
-        with self._numbers.get_lock():
-            for place, count in enumerate((input_bytes, text_bytes, tokens)):
-                self._numbers[place] += count
-
-    def stop(self) -> None:
-        self._numbers.get_obj()[3] = 1
-
-    def stopped(self) -> bool:
-        return bool(self._numbers.get_obj()[3])
-
-    @property
-    def input_bytes(self) -> int:
-        return int(self._numbers.get_obj()[0])
-
-    @property
-    def text_bytes(self) -> int:
-        return int(self._numbers.get_obj()[1])
-
-    @property
-    def tokens(self) -> int:
-        return int(self._numbers.get_obj()[2])
-
-
-@dataclass(frozen=True)
-class _WorkerState:
-    place: Workplace
-    options: Options
-    codec: Codec
-    strict: bool
-    counters: _Counters
-
-
-_worker: _WorkerState | None = None
-
-
-def _start_worker(
-    place: Workplace, options: Options, tokenizer: Path, strict: bool, counters: _Counters, parent: int
-) -> None:
-    global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and tells us to stop
-    lock = os.open(_workers_lock(place.state), os.O_RDONLY)  # kept open, and so locked, until this process ends
-    fcntl.flock(lock, fcntl.LOCK_SH)
-    if os.getppid() != parent:
-        os._exit(1)
-    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
-    _worker = _WorkerState(place, options, Codec.load(tokenizer), strict, counters)
-
-
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.1)
-    os._exit(1)
-
-
-def _work(unit: Unit) -> dict[str, Any]:
-    assert _worker is not None, "the pool starts every worker with _start_worker"
-    return run_unit(
-        _worker.place, unit, _worker.options, _worker.codec, strict=_worker.strict, progress=_worker.counters
-    )
-
-
-def _run_units(
-    place: Workplace,
-    units: Sequence[Unit],
-    options: Options,
-    codec: Codec,
-    workers: int,
-    strict: bool,
-    counters: _Counters,
-) -> Iterator[tuple[Unit, dict[str, Any]]]:
-    """Each unit with its receipt, as they are done; the first error stops all."""
-    workers = min(workers, len(units))
-    if workers <= 1:
-        for unit in units:
-            yield unit, run_unit(place, unit, options, codec, strict=strict, progress=counters)
-        return
-    codec.say_note()  # the workers keep silent
-    arguments = (place, options, place.out / TOKENIZER_FOLDER, strict, counters, os.getpid())
-    context = multiprocessing.get_context("spawn")  # not fork: no lock and no thread of ours may leak into a worker
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=arguments)
-    try:
-        futures = {pool.submit(_work, unit): unit for unit in units}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-    except BrokenProcessPool:
-        raise PrepareError(
-            f"one of {workers} workers died, perhaps for want of memory; start again to continue, with fewer --workers"
-        ) from None
-    except StopWork:
-        raise PrepareError("the work was stopped") from None
-    finally:
-        counters.stop()
-        pool.shutdown(cancel_futures=True)
+    for folder in (place.receipts, spool_folder(place), duplicates_folder(place)):
+        if folder.exists():
+            shutil.rmtree(folder)
 
 
 # ---------------------------------------------------------------- manifests
 
 
-def _finish(
-    place: Workplace, units: Sequence[Unit], receipts: Mapping[Unit, dict[str, Any]], plan: dict[str, Any], codec: Codec
-) -> None:
+def _finish(work: _Work) -> None:
     """Write each source's ledger and manifest, then the collection's manifest, which makes it one."""
+    place, plan = work.place, work.plan
+    receipts = {unit: receipt for unit in work.units if (receipt := valid_receipt(place, unit, work.codec))}
+    if lost := next((unit for unit in work.units if unit not in receipts), None):
+        raise PrepareError(f"{place.receipt(lost)}: missing or damaged; start again to do that unit anew")
     hashes = {}
     for name, source in plan["sources"].items():
-        own = [(unit, receipts[unit]) for unit in units if unit.source == name]
+        own = [(unit, receipts[unit]) for unit in work.units if unit.source == name]
         manifest = _source_manifest(place, name, own, source, plan)
         content = render_manifest(manifest)
         write_file(place.source(name) / MANIFEST_NAME, content)
@@ -441,7 +339,7 @@ def _finish(
         "tokenizer": {**plan["tokenizer"], "files": {path.name: file_sha256(path) for path in copied}},
         "sources": hashes,
     }
-    if Codec.load(place.out / TOKENIZER_FOLDER).fingerprint != codec.fingerprint:
+    if Codec.load(place.out / TOKENIZER_FOLDER).fingerprint != work.codec.fingerprint:
         raise PrepareError(f"{place.out / TOKENIZER_FOLDER}: not the tokenizer the work was done with")
     write_file(place.out / MANIFEST_NAME, render_manifest(collection))
 
@@ -510,47 +408,3 @@ def _merge_ledgers(place: Workplace, name: str, done: Sequence[tuple[Unit, dict[
     finally:
         temporary.unlink(missing_ok=True)
     return record
-
-
-# ---------------------------------------------------------------- progress
-
-
-@contextmanager
-def _reporting(counters: _Counters, input_bytes: int) -> Iterator[None]:
-    """Progress on stderr while the block runs: a bar on a terminal, else a line every ten seconds."""
-    ended = threading.Event()
-    report = _report_on_terminal if sys.stderr.isatty() else _report_in_lines
-    thread = threading.Thread(target=report, args=(counters, input_bytes, ended), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def _rates(counters: _Counters, began_at: float) -> str:
-    seconds = max(time.monotonic() - began_at, 1e-9)
-    return f"{counters.text_bytes / seconds / 1e6:.1f} MB/s, {counters.tokens / seconds:,.0f} tokens/s"
-
-
-def _report_on_terminal(counters: _Counters, input_bytes: int, ended: threading.Event) -> None:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    began_at = time.monotonic()
-    columns = (TextColumn("prepare"), BarColumn(), TextColumn("{task.percentage:.0f} %  {task.fields[rates]}  ETA"))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=input_bytes, rates="")
-        while not ended.wait(0.25):
-            bar.update(task, completed=counters.input_bytes, rates=_rates(counters, began_at))
-        bar.update(task, completed=counters.input_bytes, rates=_rates(counters, began_at))
-
-
-def _report_in_lines(counters: _Counters, input_bytes: int, ended: threading.Event) -> None:
-    began_at = time.monotonic()
-    while not ended.wait(_PLAIN_REPORT_SECONDS):
-        done = min(counters.input_bytes / input_bytes, 1.0) if input_bytes else 1.0
-        seconds = time.monotonic() - began_at
-        eta = f"ETA {seconds / done - seconds:.0f} s" if done else "ETA unknown"
-        print(f"prepare: {done:.1%} of the input, {_rates(counters, began_at)}, {eta}", file=sys.stderr, flush=True)

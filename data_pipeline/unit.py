@@ -9,10 +9,14 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 
 from data_pipeline.corpus import (
@@ -28,7 +32,7 @@ from data_pipeline.corpus import (
     read_piece,
 )
 from data_pipeline.durable import file_sha256, publish, temporary_name, write_file
-from data_pipeline.filters import LengthFilter, Remark, is_validation, losses
+from data_pipeline.filters import Filter, LengthFilter, Remark, held_out, loss
 from data_pipeline.shards import (
     SPLITS,
     DataFormatError,
@@ -39,12 +43,11 @@ from data_pipeline.shards import (
     read_manifest,
     render_manifest,
 )
-from tokenizer.codec import Codec
+from tokenizer.codec import BATCH_BYTES, Codec
 
 RECEIPT_FORMAT = "zerohalf-receipt"
 _MOST = 2**62
-_BATCH_CHARS = 1 << 20
-_BATCH_DOCUMENTS = 4096
+_BATCH_DOCUMENTS = 1 << 14
 
 
 class PrepareError(ValueError):
@@ -61,6 +64,7 @@ class Options:
     max_chars: int | None = None
     unit_bytes: int = 64 * 1024 * 1024
     txt_documents: TxtDocuments = "file"
+    deduplicate: bool = False
 
     def __post_init__(self) -> None:
         as_txt_documents(self.txt_documents)
@@ -80,17 +84,18 @@ class Options:
         except UnicodeEncodeError:
             raise PrepareError(f"--text-field {self.text_field!a} is not UTF-8, so no document has it") from None
         try:
-            self.length_filter()
+            LengthFilter(self.min_chars, self.max_chars)
         except ValueError as error:
             raise PrepareError(str(error)) from None
 
     def record(self) -> dict[str, Any]:
         """As manifests keep them. What came later than their first version stands there only where it is chosen."""
-        return {name: value for name, value in asdict(self).items() if (name, value) != ("txt_documents", "file")}
+        later = {"txt_documents": "file", "deduplicate": False}
+        return {name: value for name, value in asdict(self).items() if name not in later or value != later[name]}
 
-    def length_filter(self) -> LengthFilter:
-        """The filter these options ask for."""
-        return LengthFilter(self.min_chars, self.max_chars)
+    def filters(self) -> list[Filter]:
+        """The filters that these options ask for, in order, made for one unit. Duplicates are dropped behind them."""
+        return [LengthFilter(self.min_chars, self.max_chars)] if self.min_chars or self.max_chars is not None else []
 
 
 @dataclass(frozen=True)
@@ -172,124 +177,199 @@ def receipt_shards(place: Workplace, receipt: dict[str, Any]) -> dict[SplitName,
     }
 
 
-def run_unit(
-    place: Workplace, unit: Unit, options: Options, codec: Codec, *, strict: bool, progress: Progress
-) -> dict[str, Any]:
-    """Do one unit and leave its shards, ledger and receipt, durably; returns the receipt.
-
-    CorpusError: a damaged or changed file; PrepareError: with `strict`, a document that could not be read. Nothing of
-    the unit has been published then.
-    """
-    work = _UnitWork(place, unit, options, codec, strict, progress)
-    try:
-        return work.run()
-    finally:
-        work.discard()
+# ---------------------------------------------------------------- reading
 
 
 @dataclass
-class _UnitWork:
-    place: Workplace
-    unit: Unit
+class PieceReading:
+    """One piece on its way through: its items, each once, and then the record of what was read.
+
+    CorpusError: a damaged file, or one that changed meanwhile.
+    """
+
+    piece: Piece
+    facts: FileFacts
     options: Options
-    codec: Codec
-    strict: bool
     progress: Progress
-    writers: dict[SplitName, ShardWriter] = field(default_factory=dict)
-    counts: dict[str, Counter[str]] = field(default_factory=lambda: {"dropped": Counter(), "notes": Counter()})
-    batch: list[str] = field(default_factory=list)
-    batch_chars: int = 0
+    strict: bool
 
     def __post_init__(self) -> None:
-        self.ledger_path = temporary_name(self.place.ledger(self.unit))
+        self._digest = hashlib.sha256()
+        self._items = 0
 
-    def run(self) -> dict[str, Any]:
-        pieces = []
-        with self.ledger_path.open("wb") as self.ledger:
-            for number, (piece, facts) in enumerate(zip(self.unit.pieces, self.unit.facts, strict=True)):
-                pieces.append(self._read(number, piece, facts))
-                if FileFacts.of(piece) != facts:
-                    raise CorpusError(f"{facts.path}: the file changed while it was read; let it rest and start again")
-            self._encode()
-            self.ledger.flush()
-            os.fsync(self.ledger.fileno())
-        ledger_sha256 = file_sha256(self.ledger_path)
-        publish(self.ledger_path, self.place.ledger(self.unit))
-        receipt: dict[str, Any] = {
-            "format": RECEIPT_FORMAT,
-            "version": 1,
-            "source": self.unit.source,
-            "number": self.unit.number,
-            "pieces": pieces,
-            "shards": {split: writer.publish().to_json() for split, writer in self.writers.items()},
-            "ledger_sha256": ledger_sha256,
-            **{kind: dict(counter) for kind, counter in self.counts.items()},
-        }
-        write_file(self.place.receipt(self.unit), render_manifest(receipt))
-        return receipt
-
-    def discard(self) -> None:
-        self.ledger_path.unlink(missing_ok=True)
-        for writer in self.writers.values():
-            writer.discard()
-
-    def _read(self, number: int, piece: Piece, facts: FileFacts) -> dict[str, Any]:
-        """Read one piece to its verified end; returns its record for the provenance."""
-        too_short_or_long = self.options.length_filter()
-        items = 0
-        digest = hashlib.sha256()
+    def __iter__(self) -> Iterator[Document | Dropped]:
+        """PrepareError: with `strict`, a document that could not be read."""
 
         def hear(count: int) -> None:
             self.progress.add(input_bytes=count)
 
-        for item in read_piece(piece, self.options.text_field, hear, on_raw=digest.update):
-            items += item.position > 0
-            if isinstance(item, Dropped):
-                if self.strict:
-                    raise PrepareError(f"{_where(piece, item)}: {item.reason} {item.detail}".rstrip() + " (--strict)")
-                self._note("dropped", number, item, Remark(item.reason, item.detail))
-            elif remark := too_short_or_long(item.text):
-                self._note("dropped", number, item, remark)
-            else:
-                for remark in losses(item.text):
-                    self._note("notes", number, item, remark)
-                self.batch.append(item.text)
-                self.batch_chars += len(item.text)
-                if self.batch_chars >= _BATCH_CHARS or len(self.batch) >= _BATCH_DOCUMENTS:
-                    self._encode()
+        items, item = 0, None
+        for item in read_piece(self.piece, self.options.text_field, hear, on_raw=self._digest.update):
+            items += 1
+            if self.strict and isinstance(item, Dropped):
+                raise PrepareError(f"{self._where(item)}: {item.reason} {item.detail}".rstrip() + " (--strict)")
+            yield item
+        self._items = items - (item is not None and item.position == 0)  # an empty file holds nothing
+
+    def record(self) -> dict[str, Any]:
+        """For the provenance: which bytes these were, and how many lines, blocks, rows or files."""
+        piece, facts = self.piece, self.facts
+        if FileFacts.of(piece) != facts:
+            raise CorpusError(f"{facts.path}: the file changed while it was read; let it rest and start again")
         stop = facts.size if piece.stop is None else piece.stop
-        record = {"path": facts.path, "start": piece.start, "stop": piece.stop, "items": items}
+        record = {"path": facts.path, "start": piece.start, "stop": piece.stop, "items": self._items}
         if piece.txt_documents == "block" and piece.stop is not None:  # blocks don't say how many lines they are
             record["lines"] = count_lines(piece)
-        return {**record, "bytes": stop - piece.start, "sha256": digest.hexdigest()}
+        return {**record, "bytes": stop - piece.start, "sha256": self._digest.hexdigest()}
+
+    def _where(self, item: Dropped) -> str:
+        """File and line, the line counted from the file's start at the cost of reading up to it."""
+        return f"{item.path}:{item.position + lines_before(self.piece)}"
+
+
+def pass_filters(document: Document, filters: Sequence[Filter]) -> Document | Remark:
+    """The document behind all filters, or the first reason to drop it."""
+    for passes in filters:
+        passed = passes(document)
+        if isinstance(passed, Remark):
+            return passed
+        document = passed
+    return document
+
+
+# ---------------------------------------------------------------- tokenizing
+
+
+class UnitWork:
+    """One unit done in two halves: `read` its documents into unnamed shards, then `publish` them with ledger and
+    receipt, durably. The second half waits for the disk mostly, so another unit may be read meanwhile.
+
+    Whatever fails leaves nothing behind.
+    """
+
+    def __init__(
+        self,
+        place: Workplace,
+        unit: Unit,
+        options: Options,
+        codec: Codec,
+        filters: Sequence[Filter],
+        *,
+        strict: bool,
+        progress: Progress,
+    ) -> None:
+        self._place, self._unit, self._options, self._codec = place, unit, options, codec
+        self._filters, self._strict, self._progress = filters, strict, progress
+        self._batch: list[bytes] = []
+        self._batch_bytes = 0
+        self._writers: dict[SplitName, ShardWriter] = {}
+        self._counts: dict[str, Counter[str]] = {"dropped": Counter(), "notes": Counter()}
+        self._pieces: list[dict[str, Any]] = []
+        self._ledger_path = temporary_name(place.ledger(unit))
+        self._ledger = self._ledger_path.open("wb")
+
+    def read(self, expected: Sequence[str] | None = None) -> None:
+        """Read, filter and tokenize all documents; `expected`: the SHA-256 that the pieces must have.
+
+        CorpusError: a damaged or changed file; PrepareError: with `strict`, a document that could not be read.
+        """
+        try:
+            for number, (piece, facts) in enumerate(zip(self._unit.pieces, self._unit.facts, strict=True)):
+                reading = PieceReading(piece, facts, self._options, self._progress, self._strict)
+                for item in reading:
+                    self._take(number, item)
+                record = reading.record()
+                if expected is not None and expected[number] != record["sha256"]:
+                    raise CorpusError(f"{facts.path}: changed since its documents were compared; start anew")
+                self._pieces.append(record)
+            self._encode()
+        except BaseException:
+            self.discard()
+            raise
+
+    def publish(self) -> dict[str, Any]:
+        """Sync and name what was read; returns the receipt, which is written last."""
+        place, unit = self._place, self._unit
+        try:
+            self._ledger.flush()
+            os.fsync(self._ledger.fileno())
+            self._ledger.close()
+            ledger_sha256 = file_sha256(self._ledger_path)
+            publish(self._ledger_path, place.ledger(unit))
+            receipt: dict[str, Any] = {
+                "format": RECEIPT_FORMAT,
+                "version": 1,
+                "source": unit.source,
+                "number": unit.number,
+                "pieces": self._pieces,
+                "shards": {split: writer.publish().to_json() for split, writer in self._writers.items()},
+                "ledger_sha256": ledger_sha256,
+                **{kind: dict(counter) for kind, counter in self._counts.items()},
+            }
+            write_file(place.receipt(unit), render_manifest(receipt))
+        finally:
+            self.discard()
+        return receipt
+
+    def discard(self) -> None:
+        """Close and remove what has no name yet; safe to call at any time."""
+        self._ledger.close()
+        self._ledger_path.unlink(missing_ok=True)
+        for writer in self._writers.values():
+            writer.discard()
+
+    def _take(self, piece: int, item: Document | Dropped) -> None:
+        if isinstance(item, Dropped):
+            self._note("dropped", piece, item, Remark(item.reason, item.detail))
+            return
+        if self._filters:
+            passed = pass_filters(item, self._filters)
+            if isinstance(passed, Remark):
+                self._note("dropped", piece, item, passed)
+                return
+            item = passed
+        if remark := loss(item.text):
+            self._note("notes", piece, item, remark)
+        text = item.text.encode("utf-8")
+        self._batch.append(text)
+        self._batch_bytes += len(text)
+        if self._batch_bytes >= BATCH_BYTES or len(self._batch) >= _BATCH_DOCUMENTS:
+            self._encode()
 
     def _note(self, kind: str, piece: int, item: Document | Dropped, remark: Remark) -> None:
-        self.counts[kind][remark.reason] += 1
+        self._counts[kind][remark.reason] += 1
         entry = {"piece": piece, "path": item.path, "position": item.position, "kind": kind, **asdict(remark)}
-        self.ledger.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
+        self._ledger.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
 
     def _encode(self) -> None:
-        if self.progress.stopped():
+        """Tokenize the documents that wait, and hand them to their shards, EOS behind each."""
+        if self._progress.stopped():
             raise StopWork
-        text_bytes, tokens = 0, 0
-        for text, ids in zip(self.batch, self.codec.encode_documents(self.batch), strict=True):
-            raw = text.encode("utf-8")
-            split: SplitName = "validation" if is_validation(raw, self.options.validation_fraction) else "train"
-            self._writer(split).add(ids, len(raw))
-            text_bytes += len(raw)
-            tokens += len(ids) + 1
-        self.progress.add(text_bytes=text_bytes, tokens=tokens)
-        self.batch, self.batch_chars = [], 0
+        if not self._batch:
+            return
+        ids, ends = self._codec.encode_batch(self._batch)
+        eos = np.array([self._codec.eos_id], ids.dtype)
+        rows: dict[bool, list[npt.NDArray[Any]]] = {False: [], True: []}
+        lengths: dict[bool, list[int]] = {False: [], True: []}
+        text_bytes = {False: 0, True: 0}
+        sides = held_out(self._batch, self._options.validation_fraction)
+        for side, text, (start, stop) in zip(sides, self._batch, pairwise([0, *ends.tolist()]), strict=True):
+            rows[side] += (ids[start:stop], eos)
+            lengths[side].append(stop - start + 1)
+            text_bytes[side] += len(text)
+        splits: tuple[tuple[bool, SplitName], ...] = ((False, "train"), (True, "validation"))
+        for side, split in splits:
+            if lengths[side]:
+                self._writer(split).add_documents(
+                    np.concatenate(rows[side]), np.cumsum(lengths[side]), text_bytes[side]
+                )
+        self._progress.add(text_bytes=self._batch_bytes, tokens=len(ids) + len(ends))
+        self._batch, self._batch_bytes = [], 0
 
     def _writer(self, split: SplitName) -> ShardWriter:
-        if split not in self.writers:
-            self.writers[split] = ShardWriter(
-                self.place.source(self.unit.source), f"{split}-{self.unit.number:05d}",
-                vocab_size=self.codec.vocab_size, eos_id=self.codec.eos_id, fingerprint=self.codec.fingerprint,
+        if split not in self._writers:
+            self._writers[split] = ShardWriter(
+                self._place.source(self._unit.source), f"{split}-{self._unit.number:05d}",
+                vocab_size=self._codec.vocab_size, eos_id=self._codec.eos_id, fingerprint=self._codec.fingerprint,
             )  # fmt: skip
-        return self.writers[split]
-
-
-def _where(piece: Piece, item: Dropped) -> str:
-    """File and line, the line counted from the file's start at the cost of reading up to it."""
-    return f"{item.path}:{item.position + lines_before(piece)}"
+        return self._writers[split]

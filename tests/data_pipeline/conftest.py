@@ -1,8 +1,10 @@
 """A small real tokenizer and real text: programs of the sample corpus, Chinese, odd characters."""
 
 import json
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,3 +124,21 @@ def run_command(
         return int(ended.value.code or 0), captured.out, captured.err
 
     return run
+
+
+@contextmanager
+def units_held_elsewhere(lock: Path, first: int = 0, count: int = 0) -> Iterator[None]:
+    """Another process holds units of a `.prepare/lock` (count 0: all from `first` on) while the block runs."""
+    code = (
+        "import fcntl, sys\n"
+        "lock = open(sys.argv[1], 'ab')\n"
+        "fcntl.lockf(lock, fcntl.LOCK_EX, int(sys.argv[3]), int(sys.argv[2]))\n"
+        "print(flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", code, str(lock), str(first), str(count)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"\n"
+        yield
+        process.communicate()

@@ -1,6 +1,5 @@
 """prepare: the same bytes whatever happens on the way; nothing lost, nothing twice, nothing half taken for whole."""
 
-import fcntl
 import gzip
 import itertools
 import json
@@ -25,7 +24,7 @@ from data_pipeline.inspection import document_segments, window_segments
 from data_pipeline.prepare import Options, PrepareError, parse_inputs, prepare
 from data_pipeline.shards import SPLITS, DataFormatError, TokenStream, open_collection
 from data_pipeline.verification import verify_collection
-from tests.data_pipeline.conftest import CHINESE, ODD_TEXTS, real_texts
+from tests.data_pipeline.conftest import CHINESE, ODD_TEXTS, real_texts, units_held_elsewhere
 from tokenizer.codec import Codec
 
 BAD_LINES = [b"", b'{"text": "cut', b'{"text": null}', b'{"text": "\xff"}', b'{"text": ""}', b'{"text": 1} x', b"[1]"]
@@ -178,7 +177,7 @@ def test_killed_anywhere_it_continues_to_the_same_bytes(
     tmp_path: Path, made: Path, inputs: dict[str, list[Path]], tokenizer_folder: Path, workers: int, kills: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("data_pipeline.prepare._ORPHANS_SECONDS", 120.0)  # a busy machine takes long to end them
+    monkeypatch.setattr("data_pipeline.locks._ORPHANS_SECONDS", 120.0)  # a busy machine takes long to end them
     rng = random.Random(workers)
     arguments = (inputs, tokenizer_folder, tmp_path / "out", SMALL)
     context = multiprocessing.get_context("fork")
@@ -287,13 +286,14 @@ def test_another_tokenizer_or_option_is_refused(
 
 
 def test_a_second_writer_is_refused(tmp_path: Path, one_file: dict[str, list[Path]], tokenizer_folder: Path) -> None:
-    state = tmp_path / "out" / ".prepare"
-    state.mkdir(parents=True)
-    with (state / "lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(PrepareError, match="another `prepare`"):
-            prepare(one_file, tokenizer_folder, tmp_path / "out")
-    prepare(one_file, tokenizer_folder, tmp_path / "out")
+    out = tmp_path / "out"
+    (out / ".prepare").mkdir(parents=True)
+    with units_held_elsewhere(out / ".prepare" / "lock"):
+        before = tree(out)
+        with pytest.raises(PrepareError, match="another `prepare` is writing there"):
+            prepare(one_file, tokenizer_folder, out)
+        assert tree(out).keys() - before.keys() <= {".prepare/setup.lock"}
+    prepare(one_file, tokenizer_folder, out)
 
 
 def test_a_folder_of_other_things_is_refused(

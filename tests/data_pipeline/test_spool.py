@@ -88,14 +88,15 @@ KILLED_BEHIND_ITS_SECOND_UNIT = """
 import os, sys
 from pathlib import Path
 from data_pipeline import prepare
+from data_pipeline.unit import UnitWork
 
-units, run_unit = [], prepare.run_unit
-def run_and_die(*arguments, **options):
-    units.append(run_unit(*arguments, **options))
+units, publish = [], UnitWork.publish
+def publish_and_die(work):
+    units.append(publish(work))
     if len(units) == 2:
         os.kill(os.getpid(), 9)
     return units[-1]
-prepare.run_unit = run_and_die
+UnitWork.publish = publish_and_die
 options = prepare.Options(validation_fraction=0.2, unit_bytes=20_000)
 prepare.prepare({"s": ["-"]}, Path(sys.argv[1]), Path(sys.argv[2]), options)
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from tests.ranks import root
 from tokenizer.train import train
 
 VOCAB_SIZE = 1024
+
+# What is tested here is tested on the CPU, several ranks beside each other, whatever GPUs a machine has.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session")

@@ -126,6 +126,11 @@ def document_mask(documents_bt: Tensor) -> Mask:
     """
     if documents_bt.device.type == "cuda" and compiled_flex_attention() is not None:
         return block_mask(documents_bt)
+    return boolean_mask(documents_bt)
+
+
+def boolean_mask(documents_bt: Tensor) -> Tensor:
+    """`document_mask` as scaled_dot_product_attention takes it: (b, 1, t, t), True where query t may look."""
     return (documents_bt[:, None, :, None] == documents_bt[:, None, None, :]).tril()
 
 
@@ -165,7 +170,7 @@ def compiled_flex_attention() -> Callable[..., Any] | None:
         for heads in (4, 2, 2, 4)
     )
     documents_bt = torch.arange(256, device=device).div(90, rounding_mode="floor").expand(2, -1).contiguous()
-    mask = (documents_bt[:, None, :, None] == documents_bt[:, None, None, :]).tril()
+    mask = boolean_mask(documents_bt)
     try:
         ours = flex(q_bhtk, k_bhtk, v_bhtk, block_mask=block_mask(documents_bt), enable_gqa=True)
         theirs = F.scaled_dot_product_attention(q_bhtk, k_bhtk, v_bhtk, attn_mask=mask, enable_gqa=True)

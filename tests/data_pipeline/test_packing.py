@@ -82,6 +82,8 @@ def test_the_example_of_the_paper_and_of_the_formats(tmp_path: Path) -> None:
     rows = [plan.row("en", number) for number in range(4)]
     assert rows == [[(-1, 8)], [(7, 14), (25, 28)], [(13, 21)], [(20, 26), (27, 31)]]
     assert plan.figures("en") == PackingFigures(4, 8, 5, 31, 1, 1, 1, 0)
+    ranges = ((0, 14), (7, 8), (8, 9), (13, 15), (20, 27), (0, 31))
+    assert [plan.rows_with("en", *one) for one in ranges] == [[0, 1], [0], [1], [1, 2], [1, 2, 3], [0, 1, 2, 3]]
     folder = tmp_path / "_packing" / "best_fit-8"
     assert np.fromfile(folder / "en.rows", "<u8").tolist() == [0, 1, 3, 4, 6]
     pieces = np.fromfile(folder / "en.pieces", np.dtype([("start", "<u8"), ("targets", "<u4")]))

@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -48,6 +49,7 @@ from tokenizer.codec import BATCH_BYTES, Codec
 RECEIPT_FORMAT = "zerohalf-receipt"
 _MOST = 2**62
 _BATCH_DOCUMENTS = 1 << 14
+_HASHED_BYTES = 1 << 20
 
 
 class PrepareError(ValueError):
@@ -194,8 +196,7 @@ class PieceReading:
     strict: bool
 
     def __post_init__(self) -> None:
-        self._digest = hashlib.sha256()
-        self._items = 0
+        self._items, self._sha256 = 0, ""
 
     def __iter__(self) -> Iterator[Document | Dropped]:
         """PrepareError: with `strict`, a document that could not be read."""
@@ -204,11 +205,13 @@ class PieceReading:
             self.progress.add(input_bytes=count)
 
         items, item = 0, None
-        for item in read_piece(self.piece, self.options.text_field, hear, on_raw=self._digest.update):
-            items += 1
-            if self.strict and isinstance(item, Dropped):
-                raise PrepareError(f"{self._where(item)}: {item.reason} {item.detail}".rstrip() + " (--strict)")
-            yield item
+        with _Sha256() as digest:
+            for item in read_piece(self.piece, self.options.text_field, hear, on_raw=digest.update):
+                items += 1
+                if self.strict and isinstance(item, Dropped):
+                    raise PrepareError(f"{self._where(item)}: {item.reason} {item.detail}".rstrip() + " (--strict)")
+                yield item
+            self._sha256 = digest.hexdigest()
         self._items = items - (item is not None and item.position == 0)  # an empty file holds nothing
 
     def record(self) -> dict[str, Any]:
@@ -220,11 +223,48 @@ class PieceReading:
         record = {"path": facts.path, "start": piece.start, "stop": piece.stop, "items": self._items}
         if piece.txt_documents == "block" and piece.stop is not None:  # blocks don't say how many lines they are
             record["lines"] = count_lines(piece)
-        return {**record, "bytes": stop - piece.start, "sha256": self._digest.hexdigest()}
+        return {**record, "bytes": stop - piece.start, "sha256": self._sha256}
 
     def _where(self, item: Dropped) -> str:
         """File and line, the line counted from the file's start at the cost of reading up to it."""
         return f"{item.path}:{item.position + lines_before(self.piece)}"
+
+
+class _Sha256:
+    """SHA-256 of bytes that come in small parts; a thread hashes a megabyte at a time while more is read."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._parts: list[bytes] = []
+        self._bytes = 0
+        self._pool: ThreadPoolExecutor | None = None
+        self._hashed: Future[None] | None = None
+
+    def __enter__(self) -> _Sha256:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def update(self, part: bytes) -> None:
+        self._parts.append(part)
+        self._bytes += len(part)
+        if self._bytes >= _HASHED_BYTES:
+            self._wait()
+            if self._pool is None:  # made here, for files of this size: not one for each of many small ones
+                self._pool = ThreadPoolExecutor(1)
+            self._hashed = self._pool.submit(self._digest.update, b"".join(self._parts))
+            self._parts, self._bytes = [], 0
+
+    def hexdigest(self) -> str:
+        self._wait()
+        self._digest.update(b"".join(self._parts))
+        return self._digest.hexdigest()
+
+    def _wait(self) -> None:
+        if self._hashed is not None:
+            self._hashed.result()
 
 
 def pass_filters(document: Document, filters: Sequence[Filter]) -> Document | Remark:

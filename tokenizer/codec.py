@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import multiprocessing
+import operator
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from tokenizer.folder import (
     read_folder,
     refuse_occupied,
 )
-from tokenizer.model_file import ModelFile, TokenizerError
+from tokenizer.model_file import ModelFile, PieceType, TokenizerError
 from tokenizer.reference import Encoder, Ends, Ids, Reference, split
 from tokenizer.selftest import ADVICE, difference, self_test
 from tokenizer.workers import in_processes, in_threads
@@ -84,6 +85,8 @@ class Codec:
     """One tokenizer, ready to use. `Codec.load(folder)` is the way in. Pickled, it isn't tested a second time.
 
     encoder: "fastbpe" or "sentencepiece"; encoder_note: why SentencePiece, in one line, or None.
+    symbols: the ids of control symbols, reserved ones and user symbols by name, in their order; not those of
+    `control_ids`.
     """
 
     def __init__(self, folder: Path, files: Mapping[str, bytes]) -> None:
@@ -94,7 +97,7 @@ class Codec:
         self._files = dict(files)
         model = files[MODEL_FILE]
         try:
-            self._reference, self._encoder, self.encoder_note = _encoders(model, tested)
+            self._reference, self._encoder, self.encoder_note, symbols = _encoders(model, tested)
         except TokenizerError as error:
             raise TokenizerError(f"{folder / MODEL_FILE}: {error}") from error
         self.encoder = "sentencepiece" if self._encoder is self._reference else "fastbpe"
@@ -107,6 +110,8 @@ class Codec:
         for name, token_id in self.control_ids.items():
             if not 0 <= token_id < self.vocab_size:
                 raise TokenizerError(f"{folder}: the model has no {name} id; train it with `tokenizer train`")
+        fixed = self.control_ids.values()
+        self.symbols: dict[str, int] = {name: token_id for name, token_id in symbols if token_id not in fixed}
         self.fingerprint = self._compute_fingerprint()
 
     def __getstate__(self) -> tuple[Path, dict[str, bytes]]:
@@ -138,6 +143,8 @@ class Codec:
             )
         if codec.vocab_size != description.get("vocab_size") or codec.control_ids != description.get("ids"):
             raise TokenizerError(f"{folder}: vocab_size or ids of {DESCRIPTION_FILE} differ from the model's; retrain")
+        if codec.symbols != description.get("symbols", codec.symbols):
+            raise TokenizerError(f"{folder}: symbols of {DESCRIPTION_FILE} differ from the model's; restore or retrain")
         return codec
 
     @property
@@ -148,7 +155,7 @@ class Codec:
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Ids of one text, each in [0, vocab_size). Linear in the length of the text, also for one very long word.
 
-        Raises TokenizerError for a lone surrogate: such a str has no UTF-8 form.
+        Raises TokenizerError for what is no str, and for a lone surrogate: such a str has no UTF-8 form.
         """
         self.say_note()
         ids, _ = self._encode_batch(_Batch(0, [_utf8(text, "text")]))
@@ -168,9 +175,12 @@ class Codec:
         other processes do, which takes them most of a second to start (see `tokenizer.workers`): for consumers that
         keep the interpreter busy themselves.
 
-        Raises TokenizerError, for a lone surrogate and when an encoding differs from SentencePiece's naming the text by
-        its place; and when a process dies. Some ids of texts before are not given then.
+        Raises TokenizerError, for what is no str, for a lone surrogate and when an encoding differs from
+        SentencePiece's naming the text by its place; and when a process dies. Some ids of texts before are not given
+        then.
         """
+        if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
+            raise TokenizerError(f"texts: {type(texts).__name__} where a list or another iterable of str is expected")
         if min(processes, threads) < 1 or processes > 1 < threads:
             raise TokenizerError(f"{processes} processes, {threads} threads: give 1 or more of one of them")
         self.say_note()
@@ -194,11 +204,12 @@ class Codec:
         return self._encode_batch(_Batch(0, list(texts)))
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        """The text of the ids. Control ids give no text, except unk (` ⁇ `); broken byte sequences give U+FFFD.
+        """The text of the ids. Control ids, symbols of `--control-symbol` and `--reserve` among them, give no text,
+        except unk (` ⁇ `); broken byte sequences give U+FFFD.
 
-        Raises TokenizerError for an id outside [0, vocab_size).
+        Raises TokenizerError for what is no row of integers, and for an id outside [0, vocab_size).
         """
-        plain: list[int] = ids.tolist() if isinstance(ids, np.ndarray) else [int(token_id) for token_id in ids]
+        plain = _plain_ids(ids)
         if plain and not 0 <= min(plain) <= max(plain) < self.vocab_size:
             place, token_id = next((i, t) for i, t in enumerate(plain) if not 0 <= t < self.vocab_size)
             raise TokenizerError(
@@ -275,24 +286,26 @@ class _Batch:
 
 
 @functools.lru_cache(maxsize=2)
-def _encoders(model: bytes, tested: bool) -> tuple[Reference, Encoder, str | None]:
-    """SentencePiece and the encoder for a model, and if they are the same, why. A process that loads a model again, or
-    is forked from one that has it, gets them at once.
+def _encoders(model: bytes, tested: bool) -> tuple[Reference, Encoder, str | None, tuple[tuple[str, int], ...]]:
+    """SentencePiece and the encoder for a model, if they are the same, why, and the name and id of each control and
+    user symbol. A process that loads a model again, or is forked from one that has it, gets them at once.
 
     Raises TokenizerError for a damaged model, or when a compiled encoder fails its self-test; `tested`: leave it out.
     """
     reference, file = Reference(model), ModelFile.parse(model)
+    ids = np.flatnonzero(np.isin(file.types, (PieceType.CONTROL, PieceType.USER_DEFINED))).tolist()
+    symbols = tuple((file.pieces[token_id], token_id) for token_id in ids)
     try:
         fast = FastBPE.build(file)
     except Unsupported as reason:
-        return reference, reference, f"encoded by SentencePiece itself, several times slower: {reason}"
+        return reference, reference, f"encoded by SentencePiece itself, several times slower: {reason}", symbols
     if not tested:
         self_test(fast, reference, file, PROBE_TEXT)
-    return reference, fast, None
+    return reference, fast, None, symbols
 
 
 def _batches(texts: Iterable[str]) -> Iterator[_Batch]:
-    """Batches of BATCH_BYTES, or of one longer text. Raises TokenizerError for a lone surrogate."""
+    """Batches of BATCH_BYTES, or of one longer text. Raises TokenizerError as `_utf8`."""
     batch: list[bytes] = []
     first = size = 0
     for number, text in enumerate(texts):
@@ -307,6 +320,9 @@ def _batches(texts: Iterable[str]) -> Iterator[_Batch]:
 
 
 def _utf8(text: str, name: str) -> bytes:
+    """Raises TokenizerError for what is no str, and for a lone surrogate."""
+    if not isinstance(text, str):
+        raise TokenizerError(f"{name}: {type(text).__name__} where a str is expected")
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -314,3 +330,20 @@ def _utf8(text: str, name: str) -> bytes:
             f"{name}: lone surrogate U+{ord(text[error.start]):04X} at character {error.start} has no UTF-8 form; "
             "drop or replace it"
         ) from error
+
+
+def _plain_ids(ids: Sequence[int] | npt.NDArray[Any]) -> list[int]:
+    """Raises TokenizerError for what is no row of integers, naming the place of the first that is none."""
+    if isinstance(ids, np.ndarray):
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise TokenizerError(f"ids: {ids.dtype} of shape {ids.shape} where one row of integers is expected")
+        row: list[int] = ids.tolist()
+        return row
+    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+        raise TokenizerError(f"ids: {type(ids).__name__} where a list or array of integers is expected")
+    plain: list[int] = []
+    try:
+        plain.extend(map(operator.index, ids))
+    except TypeError as error:
+        raise TokenizerError(f"id at place {len(plain)}: {error}") from error
+    return plain

@@ -4,6 +4,7 @@ import hashlib
 import json
 import pickle
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -120,6 +121,65 @@ def test_lone_surrogates_are_refused_in_one_line(codec: Codec, text: str) -> Non
 def test_ids_outside_the_vocabulary_are_refused(codec: Codec, ids: list[int]) -> None:
     with pytest.raises(TokenizerError, match=r"outside the vocabulary \(0 to 1023\)"):
         codec.decode(ids)
+
+
+WRONG_TYPES: list[tuple[Callable[[Codec], object], str]] = [
+    (lambda codec: codec.encode(3), "text: int where a str is expected"),
+    (lambda codec: codec.encode(b"abc"), "text: bytes where a str is expected"),
+    (lambda codec: list(codec.encode_documents(["a", None])), "text 1: NoneType where a str is expected"),
+    (lambda codec: list(codec.encode_documents("abc")), "texts: str where a list or another iterable of str"),
+    (lambda codec: list(codec.encode_documents(None)), "texts: NoneType where a list or another iterable of str"),
+    (lambda codec: codec.decode("12"), "ids: str where a list or array of integers is expected"),
+    (lambda codec: codec.decode(5), "ids: int where a list or array of integers is expected"),
+    (lambda codec: codec.decode([5, 6.0]), "id at place 1: 'float' object cannot be interpreted as an integer"),
+    (lambda codec: codec.decode([[5]]), "id at place 0: 'list' object"),
+    (lambda codec: codec.decode(np.array([5.0])), "ids: float64 of shape (1,) where one row of integers is expected"),
+    (lambda codec: codec.decode(np.array([[5]])), "ids: int64 of shape (1, 1) where one row"),
+]
+
+
+@pytest.mark.parametrize("call, words", WRONG_TYPES)
+def test_what_is_no_text_or_no_id_is_named_by_its_place(
+    codec: Codec, call: Callable[[Codec], object], words: str
+) -> None:
+    with pytest.raises(TokenizerError, match=re.escape(words)) as caught:
+        call(codec)
+    assert "\n" not in str(caught.value)
+
+
+def test_ids_of_every_kind_of_integer_are_decoded(codec: Codec) -> None:
+    ids = codec.encode("two 二")
+    for row in (tuple(ids), np.array(ids, np.uint16), list(np.array(ids)), iter(ids)):
+        assert codec.decode(row) == "two 二"
+    assert codec.decode([]) == codec.decode(np.array([])) == ""
+
+
+@pytest.fixture(scope="module")
+def with_symbols(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("symbols") / "t"
+    names = {"control_symbols": ["<|user|>", "<|end|>"], "user_symbols": ["<think>"]}
+    train(texts[:2], folder, vocab_size=500, reserve=1, **names)
+    return folder
+
+
+def test_symbols_have_ids_by_name(with_symbols: Path, codec: Codec) -> None:
+    ours = Codec.load(with_symbols)
+    assert list(ours.symbols.items()) == [("<|user|>", 4), ("<|end|>", 5), ("<|reserved_0|>", 6), ("<think>", 7)]
+    assert pickle.loads(pickle.dumps(ours)).symbols == ours.symbols
+    assert codec.symbols == {}
+    chat = [ours.symbols["<|user|>"], *ours.encode("say <|end|>"), ours.symbols["<|end|>"]]
+    assert (chat.count(4), chat.count(5)) == (1, 1)
+    assert ours.decode(chat) == "say <|end|>"
+
+
+@pytest.mark.parametrize("symbols", [{}, {"<|user|>": 5, "<|end|>": 4, "<|reserved_0|>": 6, "<think>": 7}])
+def test_symbols_that_the_model_has_otherwise_are_refused(
+    with_symbols: Path, tmp_path: Path, symbols: dict[str, int]
+) -> None:
+    shutil.copytree(with_symbols, tmp_path / "t")
+    edit_description(tmp_path / "t", symbols=symbols)
+    with pytest.raises(TokenizerError, match=r"symbols of description\.json differ from the model's"):
+        Codec.load(tmp_path / "t")
 
 
 def test_a_broken_character_decodes_to_replacement_characters(codec: Codec) -> None:

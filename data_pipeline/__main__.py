@@ -95,7 +95,7 @@ def prepare_command(
         float, typer.Option(help="Share of documents held out, by hash of the text.")
     ] = 0.02,
     text_field: Annotated[
-        str, typer.Option(help="JSON field or column of the text; a.b is field b of object a.")
+        str, typer.Option(help="JSON field or column of the text; a.b: field b of a; a,b: the first there.")
     ] = "text",
     txt_documents: Annotated[
         str, typer.Option(metavar="file|block|line", help="What a document of a .txt file is; blank lines part blocks.")

@@ -43,7 +43,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-TextField = Annotated[str, typer.Option(help="JSON field or column of the text; a.b is field b of object a.")]
+TextField = Annotated[
+    str, typer.Option(help="JSON field or column of the text; a.b: field b of a; a,b: the first there.")
+]
 TxtDocuments = Annotated[str, typer.Option(metavar="file|block|line", help="What a document of a .txt file is.")]
 StdinKind = Annotated[str, typer.Option(metavar="KIND", help="What comes on --input -: jsonl, txt, jsonl.gz, …")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

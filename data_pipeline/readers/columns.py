@@ -18,7 +18,17 @@ class Column(NamedTuple):
 
 
 def find_column(schema: Any, text_field: str) -> Column | str:
-    """Where the text is, or why it is nowhere: `a.b` is the column of that name, else field `b` of the struct `a`."""
+    """Where the text is, or why it is nowhere: `a.b` is the column of that name, else field `b` of the struct `a`; `a,b`
+    the column of that name, else the first of `a` and `b` that is there.
+    """
+    first = _find(schema, text_field)
+    if "," in text_field and isinstance(first, str):
+        others = (_find(schema, name) for name in text_field.split(","))
+        return next((found for found in others if isinstance(found, Column)), first)
+    return first
+
+
+def _find(schema: Any, text_field: str) -> Column | str:
     from pyarrow import types
 
     fields, rest = list(schema), text_field

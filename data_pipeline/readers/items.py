@@ -68,8 +68,19 @@ def printable(detail: str) -> str:
 def find_text(record: dict[str, Any], text_field: str, path: str, position: int) -> str | Dropped:
     """The text of a record, or why there is none.
 
-    `a.b` is the key that is called so, else what `b` finds within the object of key `a`.
+    `a.b` is the key that is called so, else what `b` finds within the object of key `a`; `a,b` is the key that is
+    called so, else the first of `a` and `b` that is there.
     """
+    first = _find(record, text_field, path, position)
+    if "," in text_field and isinstance(first, Dropped) and first.reason == "missing_text":
+        for name in text_field.split(","):
+            found = _find(record, name, path, position)
+            if not (isinstance(found, Dropped) and found.reason == "missing_text"):
+                return found
+    return first
+
+
+def _find(record: dict[str, Any], text_field: str, path: str, position: int) -> str | Dropped:
     value: Any = record
     rest = text_field
     while rest not in value:

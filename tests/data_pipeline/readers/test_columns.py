@@ -203,3 +203,23 @@ def test_one_large_group_of_rows_is_not_held_at_once(tmp_path: Path, form: str) 
     rows, growth = map(int, done.stdout.split())
     assert rows == 3701
     assert growth < 48_000_000
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_first_of_several_columns_that_is_there(tmp_path: Path, form: str) -> None:
+    table = pyarrow.table({"content": ["c"], "b": [{"x": "deep"}], "p,q": ["comma"], "p": ["p"]})
+    path = write(tmp_path / "a", form, table)
+    for text_field, text in (("text,content", "c"), ("b.x,content", "deep"), ("p,q", "comma"), ("q,p", "p")):
+        assert summary(read(path, text_field)) == [text]
+    (missing,) = read(path, "text,body")
+    assert isinstance(missing, Dropped)
+    assert missing.reason == "missing_text"
+
+
+def test_the_first_of_several_keys_that_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"content": "c"}\n{"content": "c", "text": "t"}\n{"text": null, "content": "c"}\n{"body": "b"}\n')
+    assert summary(read(path, "text,content")) == ["c", "t", "<null_text>", "<missing_text>"]
+    path.write_text('{"text,content": "comma", "text": "t"}\n{"a": {"b": "deep"}, "content": 7}\n')
+    assert summary(read(path, "text,content")) == ["comma", "<non_string_text>"]
+    assert summary(read(path, "text,a.b")) == ["t", "deep"]

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tokenizer.codec import MODEL_FILE, PROBE_TEXT, SPACE_MARK, Codec
-from tokenizer.folder import publish, read_folder, refuse_occupied
+from tokenizer.folder import DESCRIPTION_FILE, publish, read_folder, refuse_occupied
 from tokenizer.model_file import ModelFile, PieceType, TokenizerError
 from tokenizer.selftest import difference, probe_texts
 
@@ -61,6 +61,7 @@ def export_hf(folder: Path, out: Path, *, overwrite: bool = False) -> ExportRepo
     long runs (see `probe_texts` and `_texts`). Raises TokenizerError: a model that the library can't encode alike,
     naming the reason or the text that differs; an `out` that is occupied.
     """
+    _refuse_tokenizer(folder, out)
     refuse_occupied(out, overwrite=overwrite, replaceable=EXPORTED_FILES)
     codec = Codec.load(folder)
     model_bytes = read_folder(folder)[MODEL_FILE]
@@ -75,6 +76,11 @@ def export_hf(folder: Path, out: Path, *, overwrite: bool = False) -> ExportRepo
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # also in a model's folder, whose class would be another one
         **special,
+        # transformers 4 knows this name alone; 5 calls it extra_special_tokens, and takes both. Without it,
+        # all_special_ids and get_special_tokens_mask leave these ids out.
+        "additional_special_tokens": [
+            name for name, token_id in codec.symbols.items() if model.types[token_id] == PieceType.CONTROL
+        ],
         "add_bos_token": False,
         "add_eos_token": False,
         "split_special_tokens": True,
@@ -98,6 +104,17 @@ def export_hf(folder: Path, out: Path, *, overwrite: bool = False) -> ExportRepo
         verified_texts=len(texts),
         verified_bytes=sum(len(text.encode("utf-8")) for text in texts),
     )
+
+
+def _refuse_tokenizer(folder: Path, out: Path) -> None:
+    """Raise TokenizerError if `out` is a tokenizer that `train` made: `folder` itself or another."""
+    if (out / DESCRIPTION_FILE).exists():
+        what = (
+            "is the tokenizer's own folder"
+            if out.resolve() == folder.resolve()
+            else "holds a tokenizer, not an export of one"
+        )
+        raise TokenizerError(f"{out}: {what}; choose another --out")
 
 
 def why_not(model: ModelFile) -> str | None:

@@ -200,6 +200,35 @@ def test_symbols(symbols_folder: Path, load: Any, tmp_path: Path) -> None:
     assert_equal(automatic, codec, list(fuzz(codec, seed=4, count=1500)))
 
 
+def test_control_symbols_are_special_to_transformers(symbols_folder: Path, load: Any, tmp_path: Path) -> None:
+    export_hf(symbols_folder, tmp_path / "out")
+    symbols = Codec.load(symbols_folder).symbols
+    special = {0, 1, 2, 3, *(symbols[name] for name in SYMBOLS)}
+    automatic = load(tmp_path / "out")
+    automatic.save_pretrained(str(tmp_path / "again"))
+    for one in (automatic, load(tmp_path / "again")):
+        assert set(one.all_special_ids) == special
+        row = [1, symbols["<|spare|>"], 100, symbols["<|im|>"], symbols["<|u"], 2]
+        assert one.get_special_tokens_mask(row, already_has_special_tokens=True) == [1, 1, 0, 0, 1, 1]
+
+
+def test_a_chat_template_gives_symbols_only_when_asked_to(symbols_folder: Path, load: Any, tmp_path: Path) -> None:
+    """What docs/tokenizer.md says of `apply_chat_template`, its price included."""
+    export_hf(symbols_folder, tmp_path / "out")
+    codec, automatic = Codec.load(symbols_folder), load(tmp_path / "out")
+    spare = codec.symbols["<|spare|>"]
+    template = "{% for message in messages %}<|spare|>{{ message['content'] }}{% endfor %}"
+
+    def ids(content: str, **options: Any) -> list[int]:
+        messages = [{"role": "user", "content": content}]
+        return automatic.apply_chat_template(messages, chat_template=template, return_dict=True, **options)["input_ids"]
+
+    assert spare not in ids("hello")
+    asked = {"tokenizer_kwargs": {"split_special_tokens": False}}
+    assert ids("hello", **asked) == [spare, *codec.encode("hello")]
+    assert ids("<|spare|>", **asked) == [spare, spare]  # the price: whoever writes the content can write the symbol
+
+
 def test_models_of_few_letters() -> None:
     """Random pieces, most of them spelled by several pairs, with scores in any order: SentencePiece's ids."""
     chance, several = random.Random(5), 0
@@ -322,9 +351,20 @@ def test_other_files_are_never_replaced(tokenizer_folder: Path, tmp_path: Path) 
     (tmp_path / "out" / "config.json").write_text("{}")
     with pytest.raises(TokenizerError, match="choose another --out"):
         export_hf(tokenizer_folder, tmp_path / "out", overwrite=True)
-    with pytest.raises(TokenizerError, match="choose another --out"):  # not over its own source either
-        export_hf(tokenizer_folder, tokenizer_folder, overwrite=True)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
+
+
+def test_a_tokenizer_is_never_replaced_by_an_export(
+    tokenizer_folder: Path, symbols_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tokenizer_folder)
+    for own in (tokenizer_folder, Path()):
+        with pytest.raises(TokenizerError, match=r"^\S+: is the tokenizer's own folder; choose another --out$"):
+            export_hf(tokenizer_folder, own, overwrite=True)
+    with pytest.raises(TokenizerError, match="holds a tokenizer, not an export of one; choose another --out"):
+        export_hf(tokenizer_folder, symbols_folder, overwrite=True)
+    Codec.load(tokenizer_folder)
+    Codec.load(symbols_folder)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int | str | None:

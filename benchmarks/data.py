@@ -1,0 +1,231 @@
+"""`prepare`, beside the usual script and beside the bare encoder.
+
+    python benchmarks/data.py [--corpus DIR]
+
+In one process: `prepare` with one worker, jsonl in and shards out, start and end included; what people write first
+(json, SentencePieceProcessor, numpy, one file); and `Codec.encode_documents` over the same texts in memory, nothing
+read or written. Then `prepare` with two workers. All in turn on the same texts, several times; medians; the ids must be the
+same. `prepare` reads --copies hard links of one file, each a unit of work.
+
+Worker processes take a second to start, which a long run does not notice: so their speed, and that of the one worker
+beside them, is that of the text which a run of --copies has more than a run of two.
+
+Without --corpus the project's sample stands for one: 4 MB are too few to measure, so lines of its documents are mixed
+into new documents until there are --megabytes of them. The words stay the same; a real corpus has more rare ones, which
+slows the encoders. --corpus takes a folder of .jsonl files (also .gz, .zst), such as corpus.py makes; --megabytes of it
+are drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sentencepiece
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # or `import tokenizer` would find the script of that name beside this one
+
+from data_pipeline.corpus import Document, read_documents  # noqa: E402
+from data_pipeline.prepare import Options, prepare  # noqa: E402
+from data_pipeline.shards import TokenStream, open_collection  # noqa: E402
+from tokenizer.codec import MODEL_FILE, Codec  # noqa: E402
+from tokenizer.train import train  # noqa: E402
+
+SAMPLE = ROOT / "data_pipeline" / "sample_corpus"
+TRAINING_BYTES = 8_000_000
+SHORT = 2  # files in a short run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=Path, help="folder of .jsonl files; without it the sample, shuffled")
+    parser.add_argument("--megabytes", type=float, default=24, help="text to measure with (default 24)")
+    parser.add_argument("--vocab-size", type=int, default=32_000)
+    parser.add_argument("--repetitions", type=int, default=3, help="of everything, in turn (default 3)")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--copies", type=int, default=10, help="files of --megabytes that prepare reads (default 10)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="report as JSON")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="zerohalf-benchmark-") as folder:
+        report = measure(options, Path(folder))
+    print(json.dumps(report, indent=2) if options.json else to_text(report))
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All figures: rates in bytes of UTF-8 text per second, ratios of medians."""
+    rng = random.Random(options.seed)
+    texts = list(corpus_texts(options.corpus, rng, options.megabytes * 1e6))
+    text_bytes = sum(len(text.encode()) for text in texts)
+    train(texts, folder / "tokenizer", vocab_size=options.vocab_size, sample_bytes=TRAINING_BYTES)
+    bench = PrepareBench.make(folder, texts, options)
+    bench.assert_same_ids()
+    seconds: dict[str, list[float]] = {}
+    for _ in range(options.repetitions):
+        for name, run in bench.runs().items():
+            seconds.setdefault(name, []).append(seconds_of(run))
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    grown = (options.copies - SHORT) * text_bytes
+    one, many = (grown / (medians[f"{name}, long"] - medians[f"{name}, short"]) for name in ("1 worker", "workers"))
+    rates = {
+        "prepare": options.copies * text_bytes / medians["1 worker, long"],
+        "usual_script": text_bytes / medians["usual script"],
+        "bare_encoder": SHORT * text_bytes / medians["bare encoder"],
+        "prepare_1_worker_steady": one,
+        "prepare_workers_steady": many,
+    }
+    return {
+        "corpus": options.corpus.name if options.corpus else "sample, shuffled",
+        "text_bytes": text_bytes,
+        "documents": len(texts),
+        "vocab_size": options.vocab_size,
+        "encoder": bench.codec.encoder,
+        "repetitions": options.repetitions,
+        "workers": options.workers,
+        "bytes_per_second": rates,
+        "ratio_to_usual_script": rates["prepare"] / rates["usual_script"],
+        "ratio_to_bare_encoder": rates["prepare"] / rates["bare_encoder"],
+        "ratio_of_workers": many / one,
+        "seconds": seconds,
+        "cpus": os.cpu_count(),
+        "load": os.getloadavg()[0],
+    }
+
+
+@dataclass(frozen=True)
+class PrepareBench:
+    """The texts as jsonl, once and as hard links for more units of the same size; and what is measured on them."""
+
+    folder: Path
+    texts: list[str]
+    files: list[Path]
+    codec: Codec
+    workers: int
+
+    @classmethod
+    def make(cls, folder: Path, texts: list[str], options: argparse.Namespace) -> PrepareBench:
+        first = folder / "000.jsonl"
+        with first.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+        files = [first, *(folder / f"{number:03d}.jsonl" for number in range(1, options.copies))]
+        for file in files[1:]:
+            os.link(first, file)
+        return cls(folder, texts, files, Codec.load(folder / "tokenizer"), options.workers)
+
+    def runs(self) -> dict[str, Callable[[], object]]:
+        """Everything to be timed, by name."""
+        return {
+            "bare encoder": lambda: [self.encode_in_memory() for _ in range(SHORT)],
+            "1 worker, short": lambda: self.prepare(SHORT, 1),
+            "usual script": self.usual_script,
+            "1 worker, long": lambda: self.prepare(len(self.files), 1),
+            "workers, short": lambda: self.prepare(SHORT, self.workers),
+            "workers, long": lambda: self.prepare(len(self.files), self.workers),
+        }
+
+    def encode_in_memory(self) -> None:
+        for _ in self.codec.encode_documents(self.texts):
+            pass
+
+    def prepare(self, copies: int, workers: int, *, validation_fraction: float = 0.02) -> Path:
+        out = self.folder / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        unit_bytes = self.files[0].stat().st_size  # so a file is a unit
+        options = Options(validation_fraction=validation_fraction, unit_bytes=unit_bytes)
+        prepare({"corpus": self.files[:copies]}, self.folder / "tokenizer", out, options, workers=workers)
+        return out
+
+    def usual_script(self) -> Path:
+        """What a person writes first: a line, its ids and EOS, a growing list, one array, one file."""
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(self.folder / "tokenizer" / MODEL_FILE))
+        tokens: list[int] = []
+        with self.files[0].open(encoding="utf-8", newline="\n") as lines:
+            for line in lines:
+                tokens.extend(processor.encode(json.loads(line)["text"]))
+                tokens.append(processor.eos_id())
+        path = self.folder / "usual.bin"
+        np.array(tokens, dtype=np.uint16 if processor.vocab_size() <= 2**16 else np.uint32).tofile(path)
+        return path
+
+    def assert_same_ids(self) -> None:
+        """The three ways give the same ids. Once, untimed, and without held-out documents: they would stand apart."""
+        stream = TokenStream(
+            open_collection(self.prepare(1, 1, validation_fraction=0)).sources["corpus"].splits["train"]
+        )
+        ours = stream.read(0, stream.tokens)
+        usual = np.fromfile(self.usual_script(), ours.dtype)
+        bare = [one for ids in self.codec.encode_documents(self.texts) for one in (ids, [self.codec.eos_id])]
+        if not np.array_equal(ours, usual) or not np.array_equal(ours, np.concatenate(bare)):
+            sys.exit("error: the ids differ")
+
+
+def corpus_texts(corpus: Path | None, rng: random.Random, size: float) -> Iterator[str]:
+    """Documents of about `size` bytes together, in random order."""
+    paths = sorted(path for path in (corpus or SAMPLE).iterdir() if ".jsonl" in path.name)
+    if not paths:
+        sys.exit(f"error: {corpus} has no .jsonl, .jsonl.gz or .jsonl.zst file")
+    texts = [item.text for item in read_documents(paths) if isinstance(item, Document)]
+    if corpus is None:
+        texts = list(recombined(texts, rng, size))
+    rng.shuffle(texts)
+    for text in texts:
+        if size <= 0:
+            return
+        size -= len(text.encode())
+        yield text
+
+
+def recombined(texts: list[str], rng: random.Random, size: float) -> Iterator[str]:
+    """The documents, and then new ones, each line of them from one or the other of two documents."""
+    lines = [text.splitlines(keepends=True) for text in texts]
+    yield from texts
+    size -= sum(len(text.encode()) for text in texts)
+    while size > 0:
+        pair = rng.sample(lines, 2)
+        made = "".join(rng.choice(both) for both in zip(*pair, strict=False))
+        size -= len(made.encode())
+        yield made
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def to_text(report: dict[str, Any]) -> str:
+    rates = {name: f"{rate / 1e6:,.1f} MB/s" for name, rate in report["bytes_per_second"].items()}
+    workers = report["workers"]
+    return "\n".join(
+        [
+            f"text                    {report['text_bytes'] / 1e6:,.1f} MB, {report['documents']:,} documents,"
+            f" {report['corpus']}; vocabulary {report['vocab_size']:,}",
+            f"repetitions             {report['repetitions']}, in turn; medians; the ids of all are the same",
+            f"prepare, 1 worker       {rates['prepare']}",
+            f"usual script            {rates['usual_script']}, so prepare is"
+            f" {report['ratio_to_usual_script']:.1f} × as fast",
+            f"bare encoder            {rates['bare_encoder']} ({report['encoder']}), so prepare has"
+            f" {report['ratio_to_bare_encoder']:.2f} of its speed",
+            f"steady, 1 worker        {rates['prepare_1_worker_steady']}",
+            f"steady, {workers} workers       {rates['prepare_workers_steady']},"
+            f" {report['ratio_of_workers']:.2f} × one",
+            f"machine                 {report['cpus']} CPUs, load {report['load']:.1f}",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -2,8 +2,9 @@
 
 A foreign tokenizer is judged as its file stands, but for three things: no begin or end ids are added, and truncation
 and padding that the file asks for are switched off, since a cut text would count as well compressed. Special tokens
-spelled in a text become what the file makes of them (Hugging Face's library gives the special id); the report counts
-such ids, which for a tokenizer of ours are none.
+spelled in a text become what the file makes of them (Hugging Face's library gives the special id, unless the
+tokenizer_config.json in the same folder says `split_special_tokens`, as transformers obeys it); the report counts such
+ids, which for a tokenizer of ours are none.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tokenizer.model_file import ModelFile, PieceType, TokenizerError
 from tokenizer.reference import Reference, split
 
 HUGGING_FACE_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
 
 Ids = npt.NDArray[np.integer[Any]]
 
@@ -55,14 +57,15 @@ def open_candidate(path: Path, name: str) -> Candidate:
     """Open whatever tokenizer stands at `path`; `name` is what the report calls it.
 
     A folder is one of ours, or holds a tokenizer.json, or a tokenizer.model, and is taken for the first of these that
-    fits. A file named .json is Hugging Face's, any other SentencePiece's. Raises TokenizerError when it is none.
+    fits. A file named .json is Hugging Face's, any other SentencePiece's; named by itself it is judged without what
+    stands beside it. Raises TokenizerError when it is none.
     """
     if not path.is_dir():
         return _HuggingFace(path, name) if path.suffix == ".json" else _SentencePiece(path, name)
     if (path / DESCRIPTION_FILE).exists():
         return _Ours(path, name)
     if (path / HUGGING_FACE_FILE).exists():
-        return _HuggingFace(path / HUGGING_FACE_FILE, name)
+        return _HuggingFace(path / HUGGING_FACE_FILE, name, config=path / CONFIG_FILE)
     if (path / MODEL_FILE).exists():
         return _SentencePiece(path / MODEL_FILE, name)
     raise TokenizerError(
@@ -114,7 +117,7 @@ class _SentencePiece(_SentencePieceModel):
 
 
 class _HuggingFace(Candidate):
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, name: str, config: Path | None = None) -> None:
         from tokenizers import Tokenizer
 
         content = _read(path)
@@ -128,6 +131,7 @@ class _HuggingFace(Candidate):
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = config is not None and config.exists() and _splits_special(config)
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
             raise TokenizerError(f"{path}: the vocabulary is empty; give a trained tokenizer")
@@ -184,6 +188,15 @@ def _read(path: Path) -> bytes:
         raise TokenizerError(
             f"{path}: {error.strerror}; give a tokenizer folder, a SentencePiece model or a tokenizer.json"
         ) from error
+
+
+def _splits_special(config: Path) -> bool:
+    """Whether a tokenizer_config.json says that special tokens spelled in a text are text."""
+    content = _read(config)
+    try:
+        return bool(json.loads(content).get("split_special_tokens", False))
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise TokenizerError(f"{config}: not a JSON object ({error}); restore it or remove it") from error
 
 
 def _mentions(part: object, kind: str) -> bool:

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from tokenizer.candidates import Candidate, open_candidate
 from tokenizer.codec import Codec, TokenizerError
+from tokenizer.export import export_hf
 from tokenizer.model_file import PieceType
 
 TRICKY = "line\r\n\ttab   three spaces </s> <s> 道可道\u2028😀\n"
@@ -179,6 +180,34 @@ def test_folders_are_taken_for_what_they_hold(tmp_path: Path, tokenizer_folder: 
     assert open_candidate(tmp_path, "one").kind == "SentencePiece, bpe"
     byte_level(tmp_path / "tokenizer.json")
     assert open_candidate(tmp_path, "two").kind == "Hugging Face, BPE, byte level"
+
+
+def test_an_export_judged_as_a_folder_gives_our_ids(tokenizer_folder: Path, codec: Codec, tmp_path: Path) -> None:
+    export_hf(tokenizer_folder, tmp_path / "out")
+    exported = open_candidate(tmp_path / "out", "exported")
+    assert exported.kind == "Hugging Face, BPE"
+    assert ids_of(exported, TRICKY) == codec.encode(TRICKY)
+    assert ids_of(open_candidate(tmp_path / "out" / "tokenizer.json", "file"), TRICKY) != codec.encode(TRICKY)
+    assert set(np.flatnonzero(exported.types == PieceType.CONTROL)) == {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    "config, kind", [({}, 1), ({"split_special_tokens": False}, 1), ({"split_special_tokens": True}, 0)]
+)
+def test_the_configuration_of_a_folder_says_what_special_tokens_in_text_are(
+    tmp_path: Path, config: dict[str, bool], kind: int
+) -> None:
+    byte_level(tmp_path / "tokenizer.json", **{"<end>": True})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert types_of(open_candidate(tmp_path, "gpt"), "<end>") == {(PieceType.NORMAL, PieceType.CONTROL)[kind]}
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "[" * 100_000])
+def test_a_configuration_that_is_none_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    byte_level(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: not a JSON object"):
+        open_candidate(tmp_path, "gpt")
 
 
 def break_model(tmp_path: Path, content: bytes) -> Path:

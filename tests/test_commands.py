@@ -23,13 +23,14 @@ HEAVY = ("torch", "deepspeed", "pyarrow", "datasets", "matplotlib", "tensorboard
 
 
 def python(*arguments: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Words go in and come out in UTF-8, whatever the language of the machine."""
     return subprocess.run(
-        [sys.executable, *map(str, arguments)],
+        [sys.executable, *(str(argument).encode() for argument in arguments)],
         cwd=cwd,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, "PYTHONUTF8": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=False,
     )
 

@@ -76,8 +76,8 @@ def configs(tmp_path: Path) -> str:
     for number in range(3):
         part = datasets.Dataset.from_dict({"text": TEXTS[number * 20 : number * 20 + 20]})
         part.to_parquet(folder / "en" / f"train-{number:05d}-of-00003.parquet")
-    (folder / "zh.jsonl").write_text('{"text": "一"}\n{"text": null}\n')
-    (folder / "zh-test.jsonl").write_text('{"text": "二"}\n')
+    (folder / "zh.jsonl").write_text('{"text": "一"}\n{"text": null}\n', encoding="utf-8")
+    (folder / "zh-test.jsonl").write_text('{"text": "二"}\n', encoding="utf-8")
     (folder / "README.md").write_text(
         "---\nconfigs:\n- config_name: en\n  default: true\n  data_files: en/*.parquet\n- config_name: zh\n"
         "  data_files:\n  - split: train\n    path: zh.jsonl\n  - split: test\n    path: zh-test.jsonl\n---\n"

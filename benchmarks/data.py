@@ -4,8 +4,8 @@
 
 In one process: `prepare` with one worker, jsonl in and shards out, start and end included; what people write first
 (json, SentencePieceProcessor, numpy, one file); and `Codec.encode_documents` over the same texts in memory, nothing
-read or written. Then `prepare` with two workers. All in turn on the same texts, several times; medians; the ids must be the
-same. `prepare` reads --copies hard links of one file, each a unit of work.
+read or written. Then `prepare` with two workers. All in turn on the same texts, several times; medians; the ids must
+be the same. `prepare` reads --copies hard links of one file, each a unit of work.
 
 Worker processes take a second to start, which a long run does not notice: so their speed, and that of the one worker
 beside them, is that of the text which a run of --copies has more than a run of two.

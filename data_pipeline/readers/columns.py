@@ -18,8 +18,10 @@ class Column(NamedTuple):
 
 
 def find_column(schema: Any, text_field: str) -> Column | str:
-    """Where the text is, or why it is nowhere: `a.b` is the column of that name, else field `b` of the struct `a`; `a,b`
-    the column of that name, else the first of `a` and `b` that is there.
+    """Where the text is, or why it is nowhere.
+
+    `a.b` is the column of that name, else field `b` of the struct `a`; `a,b` is the column of that name, else the first
+    of `a` and `b` that is there.
     """
     first = _find(schema, text_field)
     if "," in text_field and isinstance(first, str):

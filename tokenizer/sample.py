@@ -35,6 +35,7 @@ class Weighted(NamedTuple):
 
     text: str
     weight: float
+    source: int = 0  # number of the source it came from, for the figures of each
 
 
 def check_weight(weight: float) -> None:
@@ -47,6 +48,7 @@ class _Piece(NamedTuple):
     key: float  # negated in the sample: heapq pops the smallest, we evict the largest
     place: int
     content: bytes
+    source: int
 
 
 class Sample:
@@ -66,6 +68,7 @@ class Sample:
         self.cuts = 0
         self.cuts_inside_words = 0
         self.reserved_characters = 0
+        self.weighted = False  # some text counted otherwise than once
         self._random = random.Random(seed)
         self._heap: list[_Piece] = []
         self._left: list[_Piece] = []  # out of the sample, with the largest keys
@@ -73,11 +76,12 @@ class Sample:
         self._places = 0
         self._limit = 1.0
 
-    def add(self, text: str, weight: float = 1.0) -> None:
+    def add(self, text: str, weight: float = 1.0, source: int = 0) -> None:
         """Offer one document. Raises UnicodeEncodeError for a lone surrogate, before anything of it is counted."""
         check_weight(weight)
         self.text_bytes += len(text.encode("utf-8"))
         self.documents += 1
+        self.weighted |= weight != 1
         whole, fraction = divmod(weight, 1.0)
         copies = int(whole) + (self._random.random() < fraction)
         self.reserved_characters += text.count(TRAINER_RESERVED)
@@ -85,11 +89,11 @@ class Sample:
             for piece in self._cut(part):
                 content = piece.encode("utf-8")
                 for _ in range(copies):
-                    self._offer(content)
+                    self._offer(content, source)
 
-    def hold_out(self) -> list[bytes]:
-        """Text that is not in the sample, at most `HELD_OUT_BYTES`, in the order of the stream: call it once, when all
-        has been added.
+    def hold_out(self) -> list[tuple[int, bytes]]:
+        """Text that is not in the sample, and the number of its source, at most `HELD_OUT_BYTES`, in the order of the
+        stream: call it once, when all has been added.
 
         It comes from what the sample has no room for. Where that is less than a hundredth of a sample of at least
         `MIN_SPARING_BYTES`, the rest of the hundredth is taken out of the sample. Text that the sample holds too, as a
@@ -101,17 +105,23 @@ class Sample:
             self._evict()
         sampled = {piece.content for piece in self._heap}
         left, self._left = sorted(self._left, key=lambda piece: piece.place), []
-        return [piece.content for piece in left if piece.content not in sampled]
+        return [(piece.source, piece.content) for piece in left if piece.content not in sampled]
 
     def pieces(self) -> Iterator[bytes]:
         """The sample as UTF-8, in the order in which it was added."""
         for piece in sorted(self._heap, key=lambda piece: piece.place):
             yield piece.content
 
+    def by_source(self) -> dict[int, list[bytes]]:
+        """What `pieces` gives, by the number of the source; let go of it before `drain`."""
+        pieces: dict[int, list[bytes]] = {}
+        for piece in sorted(self._heap, key=lambda piece: (piece.source, piece.place)):
+            pieces.setdefault(piece.source, []).append(piece.content)
+        return pieces
+
     def some(self, max_bytes: int) -> list[bytes]:
         """Every so many pieces of the sample, so that about `max_bytes` come together."""
-        step = -(-self.sampled_bytes // max_bytes)
-        return [piece for number, piece in enumerate(self.pieces()) if number % step == 0]
+        return every_so_many(list(self.pieces()), max_bytes)
 
     def drain(self) -> Iterator[bytes]:
         """What `pieces` gives, each forgotten as soon as it is given. The system has the memory back at the end."""
@@ -136,13 +146,13 @@ class Sample:
         if start < len(text):
             yield text[start:]
 
-    def _offer(self, content: bytes) -> None:
+    def _offer(self, content: bytes, source: int) -> None:
         key = self._random.random()
         self._places += 1
         if key >= self._limit:
-            self._leave(_Piece(key, self._places, content))
+            self._leave(_Piece(key, self._places, content, source))
             return
-        heapq.heappush(self._heap, _Piece(-key, self._places, content))
+        heapq.heappush(self._heap, _Piece(-key, self._places, content, source))
         self.sampled_bytes += len(content)
         self._evict()
 
@@ -158,6 +168,11 @@ class Sample:
         self._left_bytes += len(piece.content)
         while self._left_bytes > HELD_OUT_BYTES:
             self._left_bytes -= len(heapq.heappop(self._left).content)
+
+
+def every_so_many(pieces: list[bytes], max_bytes: int) -> list[bytes]:
+    """Some of the pieces at equal distances, so that about `max_bytes` come together."""
+    return pieces[:: max(-(-sum(map(len, pieces)) // max_bytes), 1)]
 
 
 def _give_back_memory() -> None:

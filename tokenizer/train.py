@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import sentencepiece
 
@@ -37,10 +37,10 @@ from tokenizer.folder import (
     refuse_occupied,
 )
 from tokenizer.model_file import ModelFile, PieceType, protobuf_fields
-from tokenizer.sample import HELD_OUT_BYTES, MAX_CHARACTERS, Sample, Weighted
+from tokenizer.sample import HELD_OUT_BYTES, MAX_CHARACTERS, Sample, Weighted, every_so_many
 from tokenizer.symbols import CONTROL_IDS, Symbols, arrange
 from tokenizer.training_process import OnProgress, Trained, TrainerRefusal, train_apart
-from tokenizer.training_report import TrainReport, estimate, measure, training_report
+from tokenizer.training_report import Measurement, SourceFigures, TrainReport, estimate, measure, training_report
 
 MODEL_TYPES = ("bpe", "unigram")
 SPLITS = ("documents", "lines")
@@ -84,7 +84,8 @@ def train(
 ) -> TrainReport:
     """Train on a seeded sample of at most `sample_bytes` of the texts and publish the tokenizer as the folder `out`.
 
-    A bare str counts once, a `Weighted` its weight. `split`: whole documents are the trainer's sentences, or their
+    A bare str counts once, a `Weighted` its weight; where they have several sources, the report has figures of each.
+    `split`: whole documents are the trainer's sentences, or their
     lines, without line breaks. `split_by_script`: no piece holds characters of two scripts, punctuation counting as
     one; without, about a tenth fewer tokens on code, of pieces such as `_name(`. `reserve`: spare control symbols;
     more of them fill the vocabulary up to a multiple of `vocab_multiple`; which id is which: see `tokenizer.symbols`.
@@ -111,9 +112,7 @@ def train(
 
     started_at = time.monotonic()
     sample = _draw(texts, max_bytes=sample_bytes, seed=seed)
-    held_out = sample.hold_out()
-    unseen = sum(map(len, held_out)) >= MIN_MEASURED_BYTES
-    to_measure = held_out if unseen else sample.some(HELD_OUT_BYTES)
+    to_measure, of_sources = _to_measure(sample)
     sampled_pieces = len(sample)
     read_seconds = time.monotonic() - started_at
 
@@ -140,6 +139,14 @@ def train(
     codec = Codec(out, {MODEL_FILE: model})
     _verify(codec, ModelFile.parse(model), symbols, normalize)
 
+    def measured(chosen: _ToMeasure) -> Measurement:
+        return measure(codec, chosen.pieces, normalize, unseen=chosen.unseen)
+
+    measurement = measured(to_measure)
+    sources = {
+        number: SourceFigures(size, measurement if chosen is to_measure else measured(chosen) if chosen else None)
+        for number, (size, chosen) in of_sources.items()
+    }
     report = TrainReport(
         folder=out,
         fingerprint=codec.fingerprint,
@@ -151,6 +158,7 @@ def train(
         documents=sample.documents,
         text_bytes=sample.text_bytes,
         sampled_bytes=sample.sampled_bytes,
+        weighted=sample.weighted,
         sampled_pieces=sampled_pieces,
         cuts=sample.cuts,
         cuts_inside_words=sample.cuts_inside_words,
@@ -159,7 +167,8 @@ def train(
         character_coverage=character_coverage,
         changed_characters=characters.changed_characters,
         changed_pieces=characters.changed_texts,
-        measurement=measure(codec, to_measure, normalize, unseen=unseen),
+        measurement=measurement,
+        sources=sources,
         read_seconds=read_seconds,
         train_seconds=trained.seconds,
         peak_bytes=trained.peak_bytes,
@@ -222,9 +231,9 @@ def _check_symbols(symbols: Symbols, normalize: Callable[[str], str] | None, voc
 def _draw(texts: Iterable[str | Weighted], *, max_bytes: int, seed: int) -> Sample:
     sample = Sample(max_bytes=max_bytes, seed=seed)
     for number, item in enumerate(texts):
-        text, weight = item if isinstance(item, Weighted) else (item, 1.0)
+        text, weight, source = item if isinstance(item, Weighted) else Weighted(item, 1.0)
         try:
-            sample.add(text, weight)
+            sample.add(text, weight, source)
         except UnicodeEncodeError as error:
             raise TokenizerError(
                 f"text {number}: lone surrogate at character {error.start} has no UTF-8 form; drop or replace it"
@@ -234,6 +243,33 @@ def _draw(texts: Iterable[str | Weighted], *, max_bytes: int, seed: int) -> Samp
             f"no text to train on: {sample.documents} documents with {sample.text_bytes} bytes; check --input"
         )
     return sample
+
+
+class _ToMeasure(NamedTuple):
+    pieces: list[bytes]
+    unseen: bool  # by the trainer
+
+
+def _to_measure(sample: Sample) -> tuple[_ToMeasure, dict[int, tuple[int, _ToMeasure | None]]]:
+    """What to measure the tokenizer on, of the whole and of each source: text that the sample doesn't hold, or where
+    that is too little to say anything, some that it does. Of each source also how many bytes the sample holds.
+    """
+    held_out, sampled = sample.hold_out(), sample.by_source()
+    whole = _choose([piece for _, piece in held_out], sample.some(HELD_OUT_BYTES))
+    if len(sampled) == 1:
+        return whole, dict.fromkeys(sampled, (sample.sampled_bytes, whole))
+    room = max(HELD_OUT_BYTES // len(sampled), MIN_MEASURED_BYTES)
+    of_sources: dict[int, tuple[int, _ToMeasure | None]] = {}
+    for number, pieces in sampled.items():
+        chosen = _choose([piece for source, piece in held_out if source == number], every_so_many(pieces, room))
+        enough = sum(map(len, chosen.pieces)) >= MIN_MEASURED_BYTES
+        of_sources[number] = sum(map(len, pieces)), chosen if enough else None
+    return whole, of_sources
+
+
+def _choose(unseen: list[bytes], seen: list[bytes]) -> _ToMeasure:
+    enough = sum(map(len, unseen)) >= MIN_MEASURED_BYTES
+    return _ToMeasure(unseen if enough else seen, enough)
 
 
 def _alphabet(

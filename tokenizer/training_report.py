@@ -38,6 +38,14 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class SourceFigures:
+    """What came of one source, for choosing weights."""
+
+    sampled_bytes: int  # weights applied
+    measurement: Measurement | None  # None: too little of it to say anything
+
+
+@dataclass(frozen=True)
 class TrainReport:
     """What a training made and out of what. Bytes are UTF-8 bytes of text."""
 
@@ -51,6 +59,7 @@ class TrainReport:
     documents: int
     text_bytes: int
     sampled_bytes: int
+    weighted: bool  # some text counted otherwise than once
     sampled_pieces: int
     cuts: int
     cuts_inside_words: int
@@ -60,6 +69,7 @@ class TrainReport:
     changed_characters: dict[str, int]  # by the normalisation; how often each occurs in the sample
     changed_pieces: int  # of sampled_pieces
     measurement: Measurement
+    sources: dict[int, SourceFigures]  # by number; those of which the sample holds something
     read_seconds: float
     train_seconds: float
     peak_bytes: int  # of the training process; that of the caller is the sample's size and little more
@@ -78,13 +88,14 @@ class TrainReport:
         measured = self.measurement
         unlike = "" if self.normalization == "identity" else f", {self.normalization}"
         text = "text not trained on" if measured.unseen else "the text trained on"
+        weights = ", weights applied" if self.weighted else ""
         symbols = f", {len(self.symbols)} symbols from id 4 on" if self.symbols else ""
         return "\n  ".join(
             [
-                f"{self.vocab_size} pieces, {self.model_type}{unlike}, fingerprint {self.fingerprint[:12]}{symbols}",
+                f"{self.vocab_size} ids, {self.model_type}{unlike}, fingerprint {self.fingerprint[:12]}{symbols}",
                 f"read      {self.documents} documents, {self.text_bytes / 1e6:.2f} MB, in {self.read_seconds:.1f} s",
-                f"sampled   {self.sampled_bytes / 1e6:.2f} MB, trained by {self.split} in {self.train_seconds:.1f} s, "
-                f"{self.peak_bytes / 1e6:.0f} MB of memory",
+                f"sampled   {self.sampled_bytes / 1e6:.2f} MB{weights}, trained by {self.split} in "
+                f"{self.train_seconds:.1f} s, {self.peak_bytes / 1e6:.0f} MB of memory",
                 f"alphabet  {self.alphabet} characters, {self.character_coverage:.2%} of the text; bytes spell others",
                 f"cuts      {self.cuts} in long documents, {self.cuts_inside_words} of them inside a word; "
                 f"U+2585 cut out {self.reserved_characters} times",
@@ -92,6 +103,13 @@ class TrainReport:
                 f"{text}",
             ]
         )
+
+    def source_summary(self, number: int) -> str:
+        """What came of one source, in one line."""
+        found = self.sources.get(number, SourceFigures(0, None))
+        measured = found.measurement
+        ratio = f", {measured.bytes_per_token:.2f} bytes per token" if measured else ""
+        return f"{found.sampled_bytes / self.sampled_bytes:.1%} of the text trained on{ratio}"
 
 
 def estimate(model_type: str, sampled_bytes: int, counting_seconds: float) -> str:
@@ -156,7 +174,7 @@ def _summary(report: TrainReport) -> Iterator[str]:
 
 
 def _text(report: TrainReport, description: Mapping[str, Any]) -> Iterator[str]:
-    yield from _sources(description["corpus"]["provenance"].get("inputs"))
+    yield from _sources(description["corpus"]["provenance"].get("inputs"), report)
     share = report.sampled_bytes / report.text_bytes
     yield f"- read: {report.documents:,} documents, {report.text_bytes:,} bytes"
     yield (
@@ -185,16 +203,31 @@ def _text(report: TrainReport, description: Mapping[str, Any]) -> Iterator[str]:
         yield f"  - and {len(most) - LONGEST:,} others, {sum(count for _, count in most[LONGEST:]):,} times"
 
 
-def _sources(inputs: object) -> Iterator[str]:
-    """What the caller of `train` noted about each source, as a table; nothing where it noted none."""
+def _sources(inputs: object, report: TrainReport) -> Iterator[str]:
+    """What the caller of `train` noted about each source and what came of it, as a table; nothing where it noted none.
+
+    Sources are numbered from 0 in the order in which they were noted.
+    """
     if not isinstance(inputs, list) or not inputs:
         return
     columns = list(inputs[0])
-    yield f"| {' | '.join(column.replace('_', ' ') for column in columns)} |"
-    yield "|---" * len(columns) + "|"
-    for source in inputs:
-        yield f"| {' | '.join(_cell(source.get(column)) for column in columns)} |"
+    added = ("of the text trained on", "bytes per token", "measured on")
+    yield f"| {' | '.join([*(column.replace('_', ' ') for column in columns), *added])} |"
+    yield "|---" * (len(columns) + len(added)) + "|"
+    for number, source in enumerate(inputs):
+        cells = [*(_cell(source.get(column)) for column in columns), *_figures(report, number)]
+        yield f"| {' | '.join(cells)} |"
     yield ""
+
+
+def _figures(report: TrainReport, number: int) -> tuple[str, str, str]:
+    """Share of the text trained on, bytes per token, and on which text the latter was measured."""
+    found = report.sources.get(number, SourceFigures(0, None))
+    share = f"{found.sampled_bytes:,} bytes ({found.sampled_bytes / report.sampled_bytes:.1%})"
+    if found.measurement is None:
+        return share, "-", "too little text"
+    seen = "not trained on" if found.measurement.unseen else "trained on"
+    return share, f"{found.measurement.bytes_per_token:.3f}", f"{found.measurement.text_bytes:,} bytes {seen}"
 
 
 def _vocabulary(report: TrainReport, codec: Codec) -> Iterator[str]:

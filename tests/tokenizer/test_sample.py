@@ -88,9 +88,13 @@ def test_senseless_weights_are_refused(weight: float) -> None:
 # ---------------------------------------------------------------- text not trained on
 
 
+def held_out_of(sample: Sample) -> list[bytes]:
+    return [piece for _, piece in sample.hold_out()]
+
+
 def test_text_beyond_the_sample_is_held_out_and_spreads_over_the_stream() -> None:
     sample = drawn([f"{number:07d} " + "x" * 92 for number in range(100_000)], max_bytes=1_000_000)
-    held_out = sample.hold_out()
+    held_out = held_out_of(sample)
     trained_on = set(sample.pieces())
     assert 0.99 * HELD_OUT_BYTES < sum(map(len, held_out)) <= HELD_OUT_BYTES
     assert not trained_on & set(held_out)
@@ -98,38 +102,38 @@ def test_text_beyond_the_sample_is_held_out_and_spreads_over_the_stream() -> Non
     assert numbers == sorted(numbers)
     for quarter in range(4):
         assert abs(sum(number // 25_000 == quarter for number in numbers) / len(numbers) - 0.25) < 0.02
-    assert sample.hold_out() == []
+    assert held_out_of(sample) == []
 
 
 def test_what_a_small_overflow_leaves_is_held_out_whole() -> None:
     texts = [f"{number:04d}" * 25 for number in range(1100)]
     sample = drawn(texts, max_bytes=100_000)
-    assert sorted([*sample.hold_out(), *sample.pieces()]) == [text.encode() for text in texts]
+    assert sorted([*held_out_of(sample), *sample.pieces()]) == [text.encode() for text in texts]
 
 
 def test_copies_of_what_is_trained_on_are_not_held_out() -> None:
     sample = drawn([f"{number % 10}" * 100 for number in range(5_000)], max_bytes=100_000)
-    assert sample.hold_out() == []
+    assert held_out_of(sample) == []
     sample = drawn([f"{number:04d}" * 25 for number in range(2_000)], max_bytes=200_000, weight=3)
     trained_on = set(sample.pieces())
-    assert not trained_on & set(sample.hold_out())
+    assert not trained_on & set(held_out_of(sample))
 
 
 def test_a_large_text_that_fits_spares_a_hundredth_and_a_small_one_nothing() -> None:
     texts = [f"{number:06d} " + "x" * 993 for number in range(MIN_SPARING_BYTES // 1000 + 1)]
     sample = drawn(texts, max_bytes=10**9)
-    held_out = sample.hold_out()
+    held_out = held_out_of(sample)
     assert sum(map(len, held_out)) == pytest.approx(MIN_SPARING_BYTES * 0.01, rel=0.02)
     assert sorted([*held_out, *sample.pieces()]) == [text.encode() for text in texts]
     assert sample.sampled_bytes == sum(map(len, sample.pieces()))
     small = drawn(texts[:-2], max_bytes=10**9)
-    assert small.hold_out() == []
+    assert held_out_of(small) == []
     assert len(small) == len(texts) - 2
 
 
 def test_holding_out_depends_on_the_seed_alone() -> None:
     texts = [f"{number}" * 9 for number in range(20_000)]
-    one, again, other = (drawn(texts, max_bytes=200_000, seed=seed).hold_out() for seed in (1, 1, 2))
+    one, again, other = (held_out_of(drawn(texts, max_bytes=200_000, seed=seed)) for seed in (1, 1, 2))
     assert one == again != other
 
 
@@ -138,6 +142,19 @@ def test_some_pieces_are_taken_evenly() -> None:
     assert list(sample.some(10**9)) == list(sample.pieces())
     some = [int(piece) for piece in sample.some(500)]
     assert some == list(range(0, 10_000, 100))
+
+
+def test_pieces_know_their_source() -> None:
+    sample = Sample(max_bytes=MIN_SAMPLE_BYTES, seed=0)
+    for number in range(3_000):
+        for source in (2, 0):
+            sample.add(f"{source}{number:07d}" * 5, 1 + source, source)
+    held_out, of_sources = sample.hold_out(), sample.by_source()
+    assert {source for source, _ in held_out} == set(of_sources) == {0, 2}
+    assert all(piece.startswith(b"%d" % source) for source, piece in held_out)
+    assert all(piece.startswith(b"0") for piece in of_sources[0])
+    assert of_sources[2] == [piece for piece in sample.pieces() if piece.startswith(b"2")]
+    assert sum(map(len, of_sources.values())) == len(sample)
 
 
 # ---------------------------------------------------------------- memory

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tokenizer.codec import Codec, TokenizerError
+from tokenizer.sample import Weighted
 from tokenizer.train import train
 from tokenizer.training_report import duration, estimate, measure
 
@@ -56,9 +58,10 @@ def test_the_report_tells_all_a_reader_asks(texts: list[str], tmp_path: Path) ->
     text = (tmp_path / "t" / "training.md").read_text(encoding="utf-8")
     lines = text.splitlines()
     for line in (
-        "| name | weight | documents | dropped |",
-        "| a\\|b.jsonl | 2.0 | 1,200 | 3 null_text, 1 bad_json |",
-        "| c.txt | 0.5 | 1 | none |",
+        "| name | weight | documents | dropped | of the text trained on | bytes per token | measured on |",
+        f"| a\\|b.jsonl | 2.0 | 1,200 | 3 null_text, 1 bad_json | {report.sampled_bytes:,} bytes (100.0%) | "
+        f"{report.measurement.bytes_per_token:.3f} | {report.measurement.text_bytes:,} bytes trained on |",
+        "| c.txt | 0.5 | 1 | none | 0 bytes (0.0%) | - | too little text |",
         f"- read: {len(texts)} documents, {report.text_bytes:,} bytes",
         "- split: whole documents; pieces may hold line breaks",
         "- normalisation: none; text comes back as it was, but U+2581 as a space",
@@ -76,6 +79,42 @@ def test_the_report_tells_all_a_reader_asks(texts: list[str], tmp_path: Path) ->
     codec = Codec.load(tmp_path / "t")
     assert f"`'{codec.piece(262).replace(chr(0x2581), chr(0x2423))}'`" in text
     assert report.summary().splitlines()[0].endswith(", 2 symbols from id 4 on")
+
+
+def test_a_source_has_its_share_and_its_own_measurement(texts: list[str], tmp_path: Path) -> None:
+    code, chinese = texts[0], texts[-1]
+    weighted = [Weighted(code, 1, 0), Weighted(chinese * 40, 3, 1), Weighted("a few words", 1, 2)]
+    report = train(weighted, tmp_path / "t", vocab_size=700, provenance={"inputs": [{"name": name} for name in "abc"]})
+    sizes = [len(text.encode()) for text in (code, chinese * 40 * 3, "a few words")]
+    assert [found.sampled_bytes for found in report.sources.values()] == sizes
+    assert report.sampled_bytes == sum(sizes)
+    codec = Codec.load(tmp_path / "t")
+    for number, text in enumerate((code, chinese * 40)):
+        found = report.sources[number].measurement
+        assert found is not None
+        assert found.bytes_per_token == pytest.approx(len(text.encode()) / len(codec.encode(text)), rel=0.02)
+    assert report.sources[2].measurement is None
+    lines = (tmp_path / "t" / "training.md").read_text(encoding="utf-8").splitlines()
+    assert f"| c | 11 bytes ({11 / sum(sizes):.1%}) | - | too little text |" in lines
+    share = f"{sizes[1] / sum(sizes):.1%} of the text trained on"
+    assert report.source_summary(1) == f"{share}, {report.sources[1].measurement.bytes_per_token:.2f} bytes per token"
+    assert report.source_summary(7) == "0.0% of the text trained on"
+    assert " MB, weights applied, trained by documents" in report.summary()
+    assert json.loads(json.dumps(report.as_data()))["sources"]["2"] == {"sampled_bytes": 11, "measurement": None}
+
+
+def test_a_source_is_measured_on_what_the_trainer_has_not_seen(texts: list[str], tmp_path: Path) -> None:
+    weighted = [
+        Weighted(text[start : start + 4000], 1, number)
+        for number, text in enumerate(("".join(texts[:4]), texts[-1] * 60))
+        for start in range(0, len(text), 4000)
+    ]
+    report = train(weighted, tmp_path / "t", vocab_size=700, sample_bytes=200_000)
+    assert report.measurement.unseen
+    found = [report.sources[number].measurement for number in (0, 1)]
+    assert all(one is not None and one.unseen for one in found)
+    assert sum(one.tokens for one in found if one) == report.measurement.tokens
+    assert "weights applied" not in report.summary()
 
 
 def test_a_report_without_sources_has_no_table_of_them(texts: list[str], tmp_path: Path) -> None:

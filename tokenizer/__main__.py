@@ -27,7 +27,7 @@ from tokenizer.sample import Weighted, check_weight
 from tokenizer.train import DEFAULT_SAMPLE_BYTES, train
 
 if TYPE_CHECKING:
-    from data_pipeline.corpus import Found
+    from data_pipeline.corpus import Found, Listing
 
 PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
 
@@ -58,6 +58,7 @@ InputFile = Annotated[Path | None, typer.Option("--file", help="Read from this f
     epilog="\b\nExamples:\n"
     "  python -m tokenizer train --input books/ --vocab-size 32000 --out tokenizers/books\n"
     "  python -m tokenizer train --input en.jsonl.zst --input zh.jsonl.zst=2 --vocab-size 4096 --out tokenizers/mixed\n"
+    "  python -m tokenizer train --input code/ --vocab-size 32000 --no-split-by-script --out tokenizers/code\n"
     "  python -m tokenizer train --input chats/ --vocab-size 32000 --control-symbol '<|user|>' --reserve 16 "
     "--out tokenizers/chats",
 )
@@ -94,7 +95,11 @@ def train_command(
     ] = None,
     user_symbols: Annotated[
         list[str] | None,
-        typer.Option("--user-symbol", metavar="NAME", help="One id wherever a text spells it. Repeat for more."),
+        typer.Option(
+            "--user-symbol",
+            metavar="NAME",
+            help="One id wherever a text spells it; SentencePiece itself encodes then, slower. Repeat for more.",
+        ),
     ] = None,
     reserve: Annotated[int, typer.Option(min=0, help="Spare control symbols <|reserved_0|> and so on.")] = 0,
     vocab_multiple: Annotated[
@@ -123,9 +128,9 @@ def train_command(
 
     def texts() -> Iterator[Weighted]:
         with _progress("reading", sources) as on_bytes:
-            for source in sources:
+            for number, source in enumerate(sources):
                 for text in source.texts(text_field, on_bytes):
-                    yield Weighted(text, source.weight)
+                    yield Weighted(text, source.weight, number)
         dropped = sum((source.dropped for source in sources), Counter[str]())
         if dropped and not any(source.documents for source in sources):
             raise TokenizerError(f"no text to train on: everything was dropped ({_reasons(dropped)}); check --input")
@@ -157,7 +162,10 @@ def train_command(
         print(json.dumps({**result.as_data(), **provenance}, ensure_ascii=False))
         return
     print(f"{out}: {result.summary()}")
-    _print_dropped(sources)
+    if len(sources) > 1:
+        for number, source in enumerate(sources):
+            print(f"  source    {source.name}: {result.source_summary(number)}")
+    _print_left_out(sources)
 
 
 @app.command(
@@ -174,8 +182,10 @@ def encode(
     as_json: AsJson = False,
 ) -> None:
     """Print the ids of a text, in one line."""
-    if (text is None) == (file is None):
+    if text is not None and file is not None:
         raise TokenizerError("give either TEXT or --file, not both")
+    if text is None and file is None:
+        raise TokenizerError("no text to encode: give TEXT, or --file FILE (--file - reads standard input)")
     codec = Codec.load(folder)
     ids = codec.encode(_read_text(file) if file is not None else text or "", bos=bos, eos=eos)
     if as_json:
@@ -196,9 +206,11 @@ def decode(
     file: InputFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the text of ids, byte for byte: no line break is added, except on a terminal."""
-    if (not ids) == (file is None):
+    """Print the text of ids, byte for byte: no line break is added, except on a terminal. Control ids give no text."""
+    if ids and file is not None:
         raise TokenizerError("give either IDS or --file, not both")
+    if not ids and file is None:
+        raise TokenizerError("no ids to decode: give IDS, or --file FILE (--file - reads standard input)")
     codec = Codec.load(folder)
     words = (" ".join(ids) if ids else _read_text(file) if file is not None else "").split()
     wrong = next((word for word in words if not word.isdecimal() or len(word) > 20), None)
@@ -256,12 +268,13 @@ def report_command(
         draw(judged, plot)
     if as_json:
         dropped = {source.name: dict(source.dropped) for source in sources}
-        print(json.dumps({**as_data(judged), "dropped": dropped}, ensure_ascii=False))
+        ignored = {source.name: len(source.ignored) for source in sources}
+        print(json.dumps({**as_data(judged), "dropped": dropped, "ignored_files": ignored}, ensure_ascii=False))
         return
     whole = total(judged)
     print(table([*judged, whole] if len(judged) > 1 else judged))
     print(remarks(whole))
-    _print_dropped(sources)
+    _print_left_out(sources)
 
 
 class _Format(StrEnum):
@@ -287,7 +300,7 @@ def export(
         print(json.dumps({**vars(done), "folder": str(out)}))
         return
     print(
-        f"{out}: {done.vocab_size} pieces, {done.merges} merges; ids and texts equal to SentencePiece's on "
+        f"{out}: {done.vocab_size} ids, {done.merges} merges; ids and texts equal to SentencePiece's on "
         f"{done.verified_texts} texts, {done.verified_bytes / 1e6:.2f} MB\n"
         "  a text that spells <s> or </s> is text; docs/tokenizer-export.md says what that means for prompts"
     )
@@ -299,6 +312,7 @@ class _Source:
 
     name: str
     files: list[Found]
+    ignored: list[str]  # files of other kinds in its folders
     weight: float = 1.0
     documents: int = 0
     text_bytes: int = 0
@@ -334,6 +348,7 @@ class _Source:
             "documents": self.documents,
             "text_bytes": self.text_bytes,
             "dropped": dict(sorted(self.dropped.items())),
+            "ignored_files": len(self.ignored),
         }
 
 
@@ -349,11 +364,15 @@ def _parse_weighted(values: list[str], txt_documents: str, stdin_kind: str) -> l
         except ValueError:
             if "://" not in value:
                 raise TokenizerError(
-                    f"--input {value}: {weight!r} is not a weight; write PATH or PATH=NUMBER"
+                    f"--input {value}: {weight!r} is not a weight; train takes PATH or PATH=WEIGHT, and no names"
                 ) from None
             path, number = value, 1.0  # the = of a query
         check_weight(number)
-        sources.append(_Source(path, _find([path], txt_documents, stdin_kind), number))
+        name, mark, named = path.partition("=")
+        if mark and not Path(path).exists() and Path(named).exists():
+            raise TokenizerError(f"--input {value}: train takes PATH or PATH=WEIGHT, and no names: leave out {name}=")
+        listing = _find([path], txt_documents, stdin_kind)
+        sources.append(_Source(path, listing.files, listing.ignored, number))
     return _only_one_stdin(sources)
 
 
@@ -362,16 +381,27 @@ def _parse_named(values: list[str], txt_documents: str, stdin_kind: str) -> list
     paths: dict[str, list[str]] = {}
     for value in values:
         name, path = _split_name(value)
+        before, mark, last = value.rpartition("=")
+        if mark and _is_number(last) and "://" not in value and not Path(path).exists():
+            raise TokenizerError(f"--input {value}: weights belong to train; report takes PATH or NAME=PATH: {before}")
         paths.setdefault(name or path, []).append(path)
-    sources = [_Source(name, _find(of_name, txt_documents, stdin_kind)) for name, of_name in paths.items()]
-    return _only_one_stdin(sources)
+    listings = {name: _find(of_name, txt_documents, stdin_kind) for name, of_name in paths.items()}
+    return _only_one_stdin([_Source(name, found.files, found.ignored) for name, found in listings.items()])
 
 
-def _find(paths: list[str], txt_documents: str, stdin_kind: str) -> list[Found]:
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _find(paths: list[str], txt_documents: str, stdin_kind: str) -> Listing:
     from data_pipeline.corpus import as_txt_documents, find_files, standard_input
 
     mode = as_txt_documents(txt_documents)
-    return find_files(paths, txt_documents=mode, stdin=standard_input(stdin_kind)).files
+    return find_files(paths, txt_documents=mode, stdin=standard_input(stdin_kind))
 
 
 def _only_one_stdin(sources: list[_Source]) -> list[_Source]:
@@ -399,12 +429,16 @@ def _split_name(value: str) -> tuple[str, str]:
     return (name, path) if mark and "://" not in name and not Path(value).exists() else ("", value)
 
 
-def _print_dropped(sources: list[_Source]) -> None:
+def _print_left_out(sources: list[_Source]) -> None:
+    """What of the inputs no tokenizer saw: documents dropped, files of other kinds."""
     for source in sources:
         if source.dropped:
             print(f"{source.name}: dropped {source.dropped.total()} documents: {_reasons(source.dropped)}")
             for reason, place in source.first_dropped.items():
                 print(f"  first {reason}: {place}")
+        if source.ignored:
+            count, first = len(source.ignored), source.ignored[0]
+            print(f"{source.name}: {count:,} files of other kinds passed over, the first {first}")
 
 
 def _reasons(dropped: Counter[str]) -> str:

@@ -388,7 +388,7 @@ def test_the_command(
     assert (out, error.count("\n")) == ("", 1)
     assert error.startswith("error: ")
     assert run(monkeypatch, *arguments, "--overwrite") in (None, 0)
-    assert "1024 pieces" in capfd.readouterr().out
+    assert "1024 ids" in capfd.readouterr().out
 
     assert run(monkeypatch, tmp_path / "absent", "--out", tmp_path / "other") == 2
     assert "no such tokenizer folder" in capfd.readouterr().err

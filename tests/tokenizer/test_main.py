@@ -79,6 +79,8 @@ def test_an_interrupt_ends_a_training_at_once(tmp_path: Path) -> None:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         while not (child := children.read_text().split()):
             time.sleep(0.01)
+        while int(re.findall(r"rchar: (\d+)", Path(f"/proc/{child[0]}/io").read_text())[0]) < 9_900_000:
+            time.sleep(0.01)  # it has not read the text yet
         process.send_signal(signal.SIGINT)
         assert process.stderr.read() == b""
         assert process.wait() == 130
@@ -110,13 +112,21 @@ def test_the_whole_chain_on_files(texts: list[str], tmp_path: Path) -> None:
     for number, text in enumerate(texts[:5]):
         (tmp_path / "code" / f"{number}.txt").write_text(text, encoding="utf-8", newline="")
     lines = [json.dumps({"text": text}) for text in texts[5:]] + ['{"text": null}', "not json", '{"text": "\\ud800"}']
+    for name in ("notes.md", "b.docx"):
+        (tmp_path / "code" / name).touch()
+    passed_over = f"{tmp_path / 'code'}: 2 files of other kinds passed over, the first {tmp_path / 'code' / 'b.docx'}\n"
     (tmp_path / "mixed.jsonl").write_text("\n".join(lines))
     out = tmp_path / "tokenizer"
 
     inputs = ["--input", tmp_path / "code", "--input", f"{tmp_path / 'mixed.jsonl'}=1.5"]
     trained = run("train", *inputs, "--vocab-size", 700, "--out", out)
     assert trained.returncode == 0, trained.stderr
-    assert b"700 pieces" in trained.stdout
+    assert b"700 ids" in trained.stdout
+    assert passed_over in trained.stdout.decode()
+    assert re.search(
+        rb"^  source    [^ ]*/mixed\.jsonl: \d+\.\d% of the text trained on, \d\.", trained.stdout, re.MULTILINE
+    )
+    assert b" MB, weights applied, trained" in trained.stdout
     assert b"mixed.jsonl: dropped 3 documents" in trained.stdout
     assert b"first null_text: " in trained.stdout
     kept = json.loads((out / "description.json").read_text())["corpus"]["provenance"]["inputs"]
@@ -125,6 +135,8 @@ def test_the_whole_chain_on_files(texts: list[str], tmp_path: Path) -> None:
         ("mixed.jsonl", 1.5, len(texts) - 5),
     ]
     assert sum(kept[1]["dropped"].values()) == 3
+    assert [one["ignored_files"] for one in kept] == [2, 0]
+    assert "| dropped | ignored files | of the text trained on |" in (out / "training.md").read_text()
 
     (tmp_path / "tricky.txt").write_bytes(TRICKY.encode())
     encoded = run("encode", out, "--file", tmp_path / "tricky.txt")
@@ -141,6 +153,8 @@ def test_the_whole_chain_on_files(texts: list[str], tmp_path: Path) -> None:
     table = run("report", out, "--input", tmp_path / "mixed.jsonl")
     assert b"round trips: all " in table.stdout
     assert b"null_text" in table.stdout
+    assert figures["ignored_files"] == {"code": 2, str(tmp_path / "mixed.jsonl"): 0}
+    assert passed_over in run("report", out, "--input", tmp_path / "code").stdout.decode()
 
 
 def test_tokenizers_side_by_side(texts: list[str], tokenizer_folder: Path, tmp_path: Path) -> None:
@@ -197,11 +211,40 @@ def test_encode_and_decode_on_the_command_line(tokenizer_folder: Path, codec: Co
     assert run("encode", tokenizer_folder, "").stdout == b"\n"
 
 
+@pytest.mark.parametrize("command, words", [("encode", "no text to encode"), ("decode", "no ids to decode")])
+def test_what_is_missing_is_said(
+    tokenizer_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    command: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tokenizer", command, str(tokenizer_folder)])
+    with pytest.raises(SystemExit):
+        main()
+    error = capfd.readouterr().err
+    assert error.startswith(f"error: {words}: give ")
+    assert "--file" in error
+
+
 ERRORS: dict[str, tuple[list[str], str]] = {
     "no such file": (["train", "--input", "{tmp}/absent.txt", "--vocab-size", "600", "--out", "{tmp}/t"], "absent.txt"),
     "empty corpus": (["train", "--input", "{tmp}/empty.txt", "--vocab-size", "600", "--out", "{tmp}/t"], "no text"),
     "cut corpus": (["train", "--input", "{tmp}/cut.jsonl.gz", "--vocab-size", "600", "--out", "{tmp}/t"], "cut"),
     "no weight": (["train", "--input", "{tmp}/a.txt=x", "--vocab-size", "600", "--out", "{tmp}/t"], "not a weight"),
+    "a name in train": (
+        ["train", "--input", "en={tmp}/a.txt", "--vocab-size", "600", "--out", "{tmp}/t"],
+        "train takes PATH or PATH=WEIGHT, and no names",
+    ),
+    "a name and a weight in train": (
+        ["train", "--input", "en={tmp}/a.txt=2", "--vocab-size", "600", "--out", "{tmp}/t"],
+        "train takes PATH or PATH=WEIGHT, and no names: leave out en=",
+    ),
+    "a weight in a report": (["report", "{tokenizer}", "--input", "{tmp}/a.txt=2"], "weights belong to train"),
+    "a name and a weight in a report": (
+        ["report", "{tokenizer}", "--input", "en={tmp}/a.txt=0.5"],
+        "weights belong to train; report takes PATH or NAME=PATH",
+    ),
     "weight zero": (["train", "--input", "{tmp}/a.txt=0", "--vocab-size", "600", "--out", "{tmp}/t"], "above 0"),
     "too large": (["train", "--input", "{tmp}/a.txt", "--vocab-size", "9999", "--out", "{tmp}/t"], "largest possible"),
     "sample too small": (
@@ -222,7 +265,8 @@ ERRORS: dict[str, tuple[list[str], str]] = {
     ),
     "occupied": (["train", "--input", "{tmp}/a.txt", "--vocab-size", "600", "--out", "{tokenizer}"], "--overwrite"),
     "no tokenizer": (["encode", "{tmp}/absent", "text"], "no such tokenizer"),
-    "text twice": (["encode", "{tokenizer}", "text", "--file", "{tmp}/a.txt"], "either"),
+    "text twice": (["encode", "{tokenizer}", "text", "--file", "{tmp}/a.txt"], "either TEXT or --file, not both"),
+    "ids twice": (["decode", "{tokenizer}", "5", "--file", "{tmp}/a.txt"], "either IDS or --file, not both"),
     "not UTF-8": (["encode", "{tokenizer}", "--file", "{tmp}/latin.txt"], "not UTF-8"),
     "no file": (["encode", "{tokenizer}", "--file", "{tmp}/absent"], "absent"),
     "no id": (["decode", "{tokenizer}", "12", "x"], "not an id"),

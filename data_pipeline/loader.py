@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -95,18 +95,13 @@ class Loader:
                 raise ValueError(f"there is no stream for source {name!r}")
             if streams[name].tokens != tokens:
                 raise ValueError(f"source {name!r} has {streams[name].tokens:,} tokens, the order counts {tokens:,}")
-        if order.packing != "concat" and eos_id is None:
-            raise ValueError(f"packing {order.packing!r} needs the EOS id")
-        if order.packing == "best_fit" and (plan is None or plan.planned.rows != order.windows):
-            raise ValueError("the order goes over the rows of a packing plan, and this is not the one")
+        kind = _row_kind(order, streams, eos_id, plan)
         self._first_sample = first_sample
         self._accumulation = gradient_accumulation_steps
         self._global_batch_size = micro_batch_size * gradient_accumulation_steps * world_size
         self._given = 0
-        self._thread = _Prefetcher(
-            _Rows(order, streams, rank, world_size, micro_batch_size, first_sample, eos_id, plan),
-            prefetch,
-        )
+        rows = _Rows(order, kind, rank, world_size, micro_batch_size, first_sample)
+        self._thread = _Prefetcher(rows, prefetch)
         # The thread knows nothing of this object, so a loader that is dropped, or still open when the interpreter
         # ends, stops its thread too.
         self._finalizer = weakref.finalize(self, self._thread.stop)
@@ -151,74 +146,96 @@ def samples_of_micro_steps(
 
 
 class _Rows:
-    """Reads the micro-batches of one rank in order, announcing what they read to the streams some hundreds ahead."""
+    """Reads the micro-batches of one rank in order, announcing rows to the streams some hundreds ahead."""
 
-    def __init__(
-        self,
-        order: SampleOrder,
-        streams: Mapping[str, Stream],
-        rank: int,
-        world_size: int,
-        micro: int,
-        first: int,
-        eos_id: int | None,
-        plan: PackingPlan | None,
-    ) -> None:
-        self._order, self._streams = order, streams
+    def __init__(self, order: SampleOrder, kind: _RowKind, rank: int, world_size: int, micro: int, first: int) -> None:
+        self._order, self._kind = order, kind
         self._rank, self._world_size, self._micro, self._first = rank, world_size, micro, first
-        self._eos_id, self._packed = eos_id, plan
 
     def batches(self) -> Iterator[Batch]:
-        announced: deque[_Planned] = deque()
-        for planned in self._plan():
-            for stream, pieces in planned.rows:
-                for start, stop in pieces:
-                    stream.will_need(max(0, start), stop)
-            announced.append(planned)
+        announced: deque[tuple[Int64Array, list[Any]]] = deque()
+        for samples, rows in self._plan():
+            self._kind.announce(rows)
+            announced.append((samples, rows))
             if len(announced) * self._micro > READ_AHEAD_WINDOWS:
-                yield self._read(announced.popleft())
+                yield self._kind.read(*announced.popleft())
 
-    def _plan(self) -> Iterator[_Planned]:
-        """Where the rows of each micro-batch stand. Located in blocks: arithmetic on arrays is cheap."""
+    def _plan(self) -> Iterator[tuple[Int64Array, list[Any]]]:
+        """Each micro-batch's samples and where its rows stand. Located in blocks: arithmetic on arrays is cheap."""
         begin, at_once = 0, -(-READ_AHEAD_WINDOWS // self._micro)
         while True:
             numbers = np.arange(begin, begin + at_once, dtype=np.int64)
             starts = self._first + (numbers * self._world_size + self._rank) * self._micro
             samples = starts[:, None] + np.arange(self._micro)
-            rows = self._places(self._order.locate_many(samples))
+            rows = self._kind.places(self._order.locate_many(samples))
             for place, row in enumerate(samples):
-                yield _Planned(row.copy(), rows[place * self._micro : (place + 1) * self._micro])
+                yield row.copy(), rows[place * self._micro : (place + 1) * self._micro]
             begin, at_once = begin + at_once, min(2 * at_once, -(-LOCATED_AT_ONCE // self._micro))
 
-    def _places(self, found: Addresses) -> list[tuple[Stream, Pieces]]:
-        """The tokens that each row reads: one range for a window, one for each piece of a packed row."""
-        packed, seq_len = self._packed, self._order.seq_len
-        streams = [self._streams[name] for name in found.names]
-        pairs = zip(found.sources.tolist(), found.windows.tolist(), strict=True)
-        if packed is not None:
-            return [(streams[source], packed.row(found.names[source], row)) for source, row in pairs]
-        return [(streams[source], ((window * seq_len, window * seq_len + seq_len + 1),)) for source, window in pairs]
 
-    def _read(self, planned: _Planned) -> Batch:
-        if self._packed is not None:
-            return self._read_packed(planned)
-        inputs = np.empty((self._micro, self._order.seq_len), np.int64)
+class _RowKind(Protocol):
+    """Knows what rows are made of; where a row stands is its own affair."""
+
+    def places(self, found: Addresses) -> list[Any]:
+        """Where each row found stands."""
+
+    def announce(self, rows: list[Any]) -> None:
+        """Tell the streams what these rows will read."""
+
+    def read(self, samples: Int64Array, rows: list[Any]) -> Batch:
+        """The micro-batch of these rows."""
+
+
+class _Windows:
+    """Windows of the streams: a row is its stream and its first token. With `eos_id` their documents are numbered."""
+
+    def __init__(self, streams: Mapping[str, Stream], seq_len: int, eos_id: int | None) -> None:
+        self._streams, self._seq_len, self._eos_id = streams, seq_len, eos_id
+
+    def places(self, found: Addresses) -> list[tuple[Stream, int]]:
+        streams = [self._streams[name] for name in found.names]
+        return [
+            (streams[source], window * self._seq_len)
+            for source, window in zip(found.sources.tolist(), found.windows.tolist(), strict=True)
+        ]
+
+    def announce(self, rows: list[tuple[Stream, int]]) -> None:
+        for stream, start in rows:
+            stream.will_need(start, start + self._seq_len + 1)
+
+    def read(self, samples: Int64Array, rows: list[tuple[Stream, int]]) -> Batch:
+        seq_len = self._seq_len
+        inputs = np.empty((len(rows), seq_len), np.int64)
         targets = np.empty_like(inputs)
-        for row, (stream, ((start, stop),)) in enumerate(planned.rows):
-            window = stream.read(start, stop)
+        for row, (stream, start) in enumerate(rows):
+            window = stream.read(start, start + seq_len + 1)
             inputs[row] = window[:-1]
             targets[row] = window[1:]
-        documents = None
-        if self._order.packing != "concat" and self._eos_id is not None:
-            documents = number_documents(inputs, self._eos_id)
-        return Batch(inputs, targets, planned.samples, documents)
+        documents = None if self._eos_id is None else number_documents(inputs, self._eos_id)
+        return Batch(inputs, targets, samples, documents)
 
-    def _read_packed(self, planned: _Planned) -> Batch:
-        """Piece behind piece, each a document of its own; what is left of a row is one more, of EOS without targets."""
-        shape = self._micro, self._order.seq_len
+
+class _PackedRows:
+    """Rows of a plan: piece behind piece, each a document of its own; behind the last EOS without targets."""
+
+    def __init__(self, streams: Mapping[str, Stream], seq_len: int, eos_id: int, plan: PackingPlan) -> None:
+        self._streams, self._seq_len, self._eos_id, self._plan = streams, seq_len, eos_id, plan
+
+    def places(self, found: Addresses) -> list[tuple[Stream, Pieces]]:
+        names = [found.names[source] for source in found.sources.tolist()]
+        rows = zip(names, found.windows.tolist(), strict=True)
+        return [(self._streams[name], self._plan.row(name, row)) for name, row in rows]
+
+    def announce(self, rows: list[tuple[Stream, Pieces]]) -> None:
+        for stream, pieces in rows:
+            for start, stop in pieces:
+                stream.will_need(max(0, start), stop)
+
+    def read(self, samples: Int64Array, rows: list[tuple[Stream, Pieces]]) -> Batch:
+        shape = len(rows), self._seq_len
         inputs, targets = np.full(shape, self._eos_id, np.int64), np.full(shape, IGNORED_TARGET, np.int64)
         documents = np.empty(shape, np.int64)
-        for row, (stream, pieces) in enumerate(planned.rows):
+        for row, (stream, pieces) in enumerate(rows):
             begin = 0
             for number, (start, stop) in enumerate(pieces):
                 end = begin + stop - start - 1
@@ -229,14 +246,22 @@ class _Rows:
                 documents[row, begin:end] = number
                 begin = end
             documents[row, begin:] = len(pieces)
-        return Batch(inputs, targets, planned.samples, documents)
+        return Batch(inputs, targets, samples, documents)
 
 
-class _Planned(NamedTuple):
-    """A micro-batch to be read: its sample numbers, and the stream and ranges of tokens of each row."""
-
-    samples: Int64Array
-    rows: list[tuple[Stream, Pieces]]
+def _row_kind(
+    order: SampleOrder, streams: Mapping[str, Stream], eos_id: int | None, plan: PackingPlan | None
+) -> _RowKind:
+    """What the rows of an order are made of. ValueError: what its packing needs is not there."""
+    if order.packing == "concat":
+        return _Windows(streams, order.seq_len, None)
+    if eos_id is None:
+        raise ValueError(f"packing {order.packing!r} needs the EOS id")
+    if order.packing == "concat_masked":
+        return _Windows(streams, order.seq_len, eos_id)
+    if plan is None or plan.planned.rows != order.windows:
+        raise ValueError("the order goes over the rows of a packing plan, and this is not the one")
+    return _PackedRows(streams, order.seq_len, eos_id, plan)
 
 
 class _Prefetcher(threading.Thread):

@@ -31,7 +31,7 @@ TRAINER_RESERVED = "\u2585"
 
 
 class Weighted(NamedTuple):
-    """A text that counts `weight` times: 2 twice, 0.5 in half of the cases at random, 1 like the bare text."""
+    """A text that counts `weight` times: 2 twice, 0.5 half of its pieces at random, 1 like the bare text."""
 
     text: str
     weight: float
@@ -83,12 +83,11 @@ class Sample:
         self.documents += 1
         self.weighted |= weight != 1
         whole, fraction = divmod(weight, 1.0)
-        copies = int(whole) + (self._random.random() < fraction)
         self.reserved_characters += text.count(TRAINER_RESERVED)
         for part in text.split(TRAINER_RESERVED):
             for piece in self._cut(part):
                 content = piece.encode("utf-8")
-                for _ in range(copies):
+                for _ in range(int(whole) + (self._random.random() < fraction)):
                     self._offer(content, source)
 
     def hold_out(self) -> list[tuple[int, bytes]]:

@@ -239,8 +239,9 @@ def _draw(texts: Iterable[str | Weighted], *, max_bytes: int, seed: int) -> Samp
                 f"text {number}: lone surrogate at character {error.start} has no UTF-8 form; drop or replace it"
             ) from error
     if not sample.sampled_bytes:
+        low = "; a weight below 1 may leave nothing of a small text" if sample.weighted else ""
         raise TokenizerError(
-            f"no text to train on: {sample.documents} documents with {sample.text_bytes} bytes; check --input"
+            f"no text to train on: {sample.documents} documents with {sample.text_bytes} bytes{low}; check --input"
         )
     return sample
 

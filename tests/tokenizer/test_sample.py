@@ -64,6 +64,14 @@ def test_a_weight_is_how_often_a_text_counts(weight: float) -> None:
     assert abs(len(sample) / 4_000 - weight) < 0.04
 
 
+@pytest.mark.parametrize("weight", [0.25, 1.5])
+def test_of_one_huge_text_a_weight_takes_its_share(weight: float) -> None:
+    """And not the text as a whole or nothing."""
+    for seed in range(3):
+        sample = drawn(["words and words " * 500_000], weight=weight, max_bytes=10**8, seed=seed)
+        assert abs(sample.sampled_bytes / sample.text_bytes - weight) < 0.06
+
+
 def test_weights_shape_a_sample_that_is_full() -> None:
     sample = Sample(max_bytes=MIN_SAMPLE_BYTES, seed=0)
     for _ in range(20_000):

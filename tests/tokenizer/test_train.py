@@ -17,7 +17,7 @@ import pytest
 
 from tokenizer.codec import PROBE_TEXT, Codec, TokenizerError
 from tokenizer.model_file import ModelFile, PieceType
-from tokenizer.sample import Sample
+from tokenizer.sample import Sample, Weighted
 from tokenizer.train import train
 from tokenizer.training_report import TrainReport
 
@@ -146,6 +146,13 @@ def test_no_text_is_refused(texts: list[str], tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"^no text to train on: [^\n]*$"):
         train(texts, tmp_path / "t", vocab_size=1000)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_weight_that_leaves_nothing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        TokenizerError, match=r"^no text to train on: 1 documents with 9 bytes; a weight below 1 [^\n]*$"
+    ):
+        train([Weighted("some text", 1e-9)], tmp_path / "t", vocab_size=1000)
 
 
 @pytest.mark.parametrize(

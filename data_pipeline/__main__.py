@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from data_pipeline.executors import Work
     from data_pipeline.inspection import Segment
     from data_pipeline.prepare import PartReport, PrepareReport
     from data_pipeline.shards import Collection
@@ -42,6 +43,8 @@ Examples:
   python -m data_pipeline prepare --input crawl=- --tokenizer tokenizers/x --out data/crawl < crawl.jsonl
   python -m data_pipeline prepare --input web=crawl/ --tokenizer tokenizers/x --out data/web --deduplicate
   python -m data_pipeline prepare --input web=crawl/ --tokenizer tokenizers/x --out data/web --units 3/8
+  python -m data_pipeline prepare --input web=crawl/ --tokenizer tokenizers/x --out data/web --executor ray --tasks 64
+  python -m data_pipeline prepare --input web=crawl/ --tokenizer tokenizers/x --out data/web --executor slurm --tasks 500 --slurm partition=cpu --slurm time=24:00:00
 """  # noqa: E501
 _VERIFY_EXAMPLES = """\b
 Examples:
@@ -114,6 +117,17 @@ def prepare_command(
         str | None,
         typer.Option(metavar="K/N", help="Do the K-th of N parts of the units alone; without it, all that are left."),
     ] = None,
+    executor: Annotated[
+        str, typer.Option(metavar="local|datatrove|slurm|ray", help="Who runs the parts; datatrove's need --tasks.")
+    ] = "local",
+    tasks: Annotated[
+        int | None, typer.Option(min=1, help="With another executor: parts to cut the work in, --workers at a time.")
+    ] = None,
+    slurm: Annotated[
+        list[str] | None,
+        typer.Option("--slurm", metavar="KEY=VALUE", help="Option of sbatch; partition and time are needed."),
+    ] = None,
+    logs: Annotated[Path | None, typer.Option(help="Of another executor; OUT/.prepare/logs by default.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Report as JSON.")] = False,
 ) -> None:
     """Make token files out of text: one data set a source, split in train and validation.
@@ -124,19 +138,34 @@ def prepare_command(
     for any number of workers.
     """
     from data_pipeline.corpus import as_txt_documents
+    from data_pipeline.executors import Work
     from data_pipeline.inspection import summarize
-    from data_pipeline.prepare import Options, Part, parse_inputs, prepare, prepare_part
+    from data_pipeline.prepare import Options, Part, PrepareError, parse_inputs, prepare, prepare_part
 
     options = Options(
         text_field, validation_fraction, min_chars, max_chars, unit_bytes, as_txt_documents(txt_documents), deduplicate
     )
-    inputs, workers = parse_inputs([*(input or []), *(more or [])]), workers or _available_cpus()
+    others = (tasks, slurm, logs)
+    if tasks is None if executor != "local" else any(one is not None for one in others):
+        raise PrepareError("--tasks, --slurm and --logs are for --executor datatrove, slurm or ray, which need --tasks")
+    inputs = parse_inputs([*(input or []), *(more or [])])
     if units is not None:
+        if tasks is not None:
+            raise PrepareError("--units is one part by hand, --executor runs all of them; say one of the two")
         part = Part.parse(units)
-        done = prepare_part(inputs, tokenizer, out, options, part=part, workers=workers, strict=strict)
+        done = prepare_part(
+            inputs, tokenizer, out, options, part=part, workers=workers or _available_cpus(), strict=strict
+        )
         _print_json(asdict(done)) if json_output else _print_part(units, done)
         return
-    report = prepare(inputs, tokenizer, out, options, workers=workers, strict=strict, stdin_kind=stdin_kind)
+    if tasks is not None:
+        work = Work(inputs, tokenizer, out, options, strict, Path.cwd())
+        if not _done_by_executor(executor, work, tasks, workers, logs, slurm or []):
+            print(f"submitted; the last job ends the work. Logs: {logs or out / '.prepare' / 'logs'}")
+            return
+    report = prepare(
+        inputs, tokenizer, out, options, workers=workers or _available_cpus(), strict=strict, stdin_kind=stdin_kind
+    )
     result = {
         **summarize(report.collection),
         "units": report.units,
@@ -149,7 +178,9 @@ def prepare_command(
         _print_json(result)
         return
     _print_summary(report.collection)
-    if report.units_done_before == report.units:
+    if tasks is not None:
+        print(f"{report.units:,} units, done by {executor} in {tasks:,} parts")
+    elif report.units_done_before == report.units:
         print(f"{out} was complete already; checked (sizes, headers, manifests)")
     else:
         print(_done_text(report))
@@ -525,6 +556,27 @@ def _print_told(told: Told, global_batch_size: int, *, with_text: bool) -> None:
             print("──── end of document (EOS) ────")
 
 
+def _done_by_executor(
+    executor: str, work: Work, tasks: int, workers: int | None, logs: Path | None, slurm: list[str]
+) -> bool:
+    from data_pipeline.executors import EXECUTORS, run_parts
+    from data_pipeline.prepare import PrepareError
+
+    name = next((one for one in EXECUTORS if one == executor), None)
+    if name is None:
+        raise PrepareError(f"there is no executor {executor!r}; say local, {', '.join(EXECUTORS)}")
+    pairs = [text.partition("=") for text in slurm]
+    if wrong := next((key for key, equals, _ in pairs if not (key and equals)), None):
+        raise PrepareError(f"--slurm {wrong}: say KEY=VALUE, such as partition=cpu")
+    if slurm and name != "slurm":
+        raise PrepareError(f"--slurm is for --executor slurm, not {name}")
+    at_once = workers or (_available_cpus() if name == "datatrove" else tasks)
+    return run_parts(
+        work, name, tasks=tasks, workers=at_once, logs=(logs or work.out / ".prepare" / "logs").absolute(),
+        slurm={key: value for key, _, value in pairs},
+    )  # fmt: skip
+
+
 def _done_text(report: PrepareReport | PartReport) -> str:
     megabytes, tokens = report.text_bytes / report.seconds / 1e6, report.tokens / report.seconds
     return (
@@ -621,6 +673,8 @@ def _complain(message: str) -> int:
 
 def main() -> None:
     """Run a verb. What a user can cause is one line on stderr and exit code 2; Ctrl-C is 130, a closed pipe 1."""
+    if sys.stderr is None:  # as `2>&-` leaves it; print would take stdout for it
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")
     _refuse_impostors()
     from data_pipeline.corpus import CorpusError
     from data_pipeline.prepare import PrepareError

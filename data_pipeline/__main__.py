@@ -674,7 +674,7 @@ def _complain(message: str) -> int:
 def main() -> None:
     """Run a verb. What a user can cause is one line on stderr and exit code 2; Ctrl-C is 130, a closed pipe 1."""
     if sys.stderr is None:  # as `2>&-` leaves it; print would take stdout for it
-        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8", errors="replace")  # noqa: SIM115
     _refuse_impostors()
     from data_pipeline.corpus import CorpusError
     from data_pipeline.prepare import PrepareError

@@ -173,6 +173,8 @@ def _complain(message: str) -> int:
 
 def main() -> None:
     """Run a verb. What a user can cause is one line on stderr and exit code 2; Ctrl-C is 130, a closed pipe 1."""
+    if sys.stderr is None:  # as `2>&-` leaves it; print would take stdout for it
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8", errors="replace")  # noqa: SIM115
     _refuse_impostors()
     if isinstance(sys.stdout, io.TextIOWrapper):  # file names and texts may hold what it can't show
         sys.stdout.reconfigure(errors="backslashreplace")

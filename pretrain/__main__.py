@@ -247,6 +247,8 @@ def _complain(message: str, *, on_every_rank: bool = False) -> int:
 
 def main() -> None:
     """Run a verb. What a user can cause is one line on stderr and exit code 2; Ctrl-C is 130, a closed pipe 1."""
+    if sys.stderr is None:  # as `2>&-` leaves it; print would take stdout for it
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8", errors="replace")  # noqa: SIM115
     _refuse_impostors()
     from data_pipeline.shards import DataFormatError
     from pretrain.config import RecipeError

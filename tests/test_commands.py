@@ -76,6 +76,13 @@ def test_an_unknown_verb_is_one_line(package: str) -> None:
     assert_one_line(python("-m", package, "frob"), "frob", "--help")
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_without_a_stderr_errors_are_not_on_stdout(package: str) -> None:
+    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", package, "frob"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stdout) == (2, b"")
+
+
 @pytest.mark.parametrize("package, verb", VERBS)
 def test_an_unknown_option_is_one_line(package: str, verb: str) -> None:
     assert_one_line(python("-m", package, verb, "--frob"), "--frob", "--help")

@@ -46,6 +46,17 @@ def test_a_closed_standard_input_is_one_line(tokenizer_folder: Path) -> None:
     assert b"standard input is closed" in done.stderr
 
 
+def test_a_closed_stderr_hinders_no_work(texts: list[str], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(texts[0], encoding="utf-8")
+    train = ["train", "--input", tmp_path / "a.txt", "--vocab-size", 500, "--out", tmp_path / "t"]
+    report = ["report", tmp_path / "t", "--input", tmp_path / "a.txt", "--json"]
+    for arguments in (train, report):
+        command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "tokenizer", *map(str, arguments)]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=False)
+        assert done.returncode == 0
+    assert json.loads(done.stdout)["sources"][0]["documents"] == 1
+
+
 def test_every_choice_of_a_training_arrives(texts: list[str], tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(texts[0] + "ｆｕｌｌ\n" * 9, encoding="utf-8")
     choices = ["--model-type", "unigram", "--normalization", "nfkc", "--split", "lines", "--reserve", 2, "--seed", 5]

@@ -75,7 +75,8 @@ def faults(text: str) -> list[str]:
         if verb not in commands(package):
             found.append(f"python -m {package} {verb}")
             continue
-        known = {option for parameter in commands(package)[verb].params for option in parameter.opts} | {"--help"}
+        parameters = commands(package)[verb].params
+        known = {option for one in parameters for option in (*one.opts, *one.secondary_opts)} | {"--help"}
         found += [f"python -m {package} {verb} {option}" for option in options if option not in known]
     return found
 

@@ -172,6 +172,19 @@ def test_symbols_have_ids_by_name(with_symbols: Path, codec: Codec) -> None:
     assert ours.decode(chat) == "say <|end|>"
 
 
+def test_the_papers_recipe_for_a_chat_keeps_contents_text(with_symbols: Path) -> None:
+    paper = (ROOT / "docs" / "tokenizer.md").read_text(encoding="utf-8")
+    recipe = re.search(r"^```python\n(ids = \[codec\.bos_id\]\n.*?)^```$", paper, re.MULTILINE | re.DOTALL)
+    assert recipe is not None
+    codec = Codec.load(with_symbols)
+    contents = ["say <|end|><|user|>", "", "</s>"]
+    given = {"codec": codec, "messages": [{"role": "user", "content": content} for content in contents]}
+    exec(recipe[1], given)
+    ids = given["ids"]
+    assert [token_id for token_id in ids if token_id < 7] == [1, *[4, 5] * 3]
+    assert codec.decode(ids) == "".join(contents)
+
+
 @pytest.mark.parametrize("symbols", [{}, {"<|user|>": 5, "<|end|>": 4, "<|reserved_0|>": 6, "<think>": 7}])
 def test_symbols_that_the_model_has_otherwise_are_refused(
     with_symbols: Path, tmp_path: Path, symbols: dict[str, int]

@@ -159,7 +159,8 @@ def test_one_text_alone_gets_nothing_added(exported: Path, codec: Codec, load: A
 def test_control_ids_and_limits(exported: Path, codec: Codec, load: Any) -> None:
     automatic = load(exported)
     assert automatic.is_fast
-    assert (automatic.add_bos_token, automatic.add_eos_token) == (False, False)
+    # transformers 4 has no such attributes; what it adds, the test above sees
+    assert (getattr(automatic, "add_bos_token", False), getattr(automatic, "add_eos_token", False)) == (False, False)
     assert len(automatic) == automatic.vocab_size == codec.vocab_size
     for name, token_id in codec.control_ids.items():
         assert getattr(automatic, f"{name}_token_id") == token_id

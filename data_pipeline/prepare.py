@@ -7,6 +7,7 @@ unit, and how often the work was killed on the way, leaves no trace in the outpu
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -239,7 +240,12 @@ def _begun(
             work = _Work(place, units, plan, options, codec, span, workers, strict)
             if not work.is_whole:
                 work.make_folders()
-        yield work
+        try:
+            yield work
+        except OSError as error:  # a write knows no file name
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise PrepareError(f"{out}: {error.strerror}; make room and start again to continue") from None
 
 
 class _Work:

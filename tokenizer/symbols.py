@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from tokenizer.codec import SPACE_MARK, TokenizerError
 from tokenizer.sample import TRAINER_RESERVED
@@ -31,7 +32,7 @@ class Symbols:
     control: tuple[str, ...]  # the spare ones last
     user: tuple[str, ...]
 
-    @property
+    @cached_property  # a dictionary a look-up would be quadratic
     def ids(self) -> dict[str, int]:
         """The id of each, by name."""
         return {name: token_id for token_id, name in enumerate(self.control + self.user, len(CONTROL_IDS))}

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import sentencepiece
 
 from tokenizer.characters import (
@@ -117,6 +118,7 @@ def train(
     read_seconds = time.monotonic() - started_at
 
     characters = count_characters(sample.pieces(), normalize)
+    _refuse_unlearnable(characters, sample)
     if split == "lines":
         characters.counts[ord("\n")] = 0
     character_coverage, alphabet = _alphabet(characters, character_coverage, vocab_size, symbols)
@@ -208,7 +210,7 @@ def _check(
         if value not in choices:
             raise TokenizerError(f"{name} {value!r}: must be {' or '.join(choices)}")
     if not 0 < vocab_size <= MAX_VOCAB_SIZE:
-        raise TokenizerError(f"vocabulary of {vocab_size} pieces: must be at most {MAX_VOCAB_SIZE}")
+        raise TokenizerError(f"vocabulary of {vocab_size} pieces: must be 1 to {MAX_VOCAB_SIZE}")
     if not 0 <= reserve <= MAX_VOCAB_SIZE:
         raise TokenizerError(f"{reserve} reserved ids: must be 0 to {MAX_VOCAB_SIZE}")
     if not 1 <= vocab_multiple <= MAX_VOCAB_MULTIPLE:
@@ -244,6 +246,14 @@ def _draw(texts: Iterable[str | Weighted], *, max_bytes: int, seed: int) -> Samp
             f"no text to train on: {sample.documents} documents with {sample.text_bytes} bytes{low}; check --input"
         )
     return sample
+
+
+def _refuse_unlearnable(characters: CharacterCounts, sample: Sample) -> None:
+    """SentencePiece takes no NUL into its alphabet, and none of a text that is nothing but line breaks."""
+    if characters.counts.sum() == characters.counts[list(map(ord, "\0\r\n"))].sum():
+        raise TokenizerError(
+            f"no text to train on: {sample.sampled_bytes} bytes of nothing but NULs and line breaks; check --input"
+        )
 
 
 class _ToMeasure(NamedTuple):
@@ -385,12 +395,15 @@ def _verify(codec: Codec, model: ModelFile, symbols: Symbols, normalize: Callabl
     """Raise TokenizerError unless every id stands where we say it does, and the probe text comes back."""
     expected = normalize(PROBE_TEXT) if normalize else PROBE_TEXT
     kinds = dict.fromkeys(symbols.control, PieceType.CONTROL) | dict.fromkeys(symbols.user, PieceType.USER_DEFINED)
+    spelled = codec.encode_documents(f"\n{name}\n" for name in symbols.ids)
     as_said = (
         codec.control_ids == CONTROL_IDS
         and all(model.pieces[token_id] == name for name, token_id in symbols.ids.items())
         and all(model.types[token_id] == kinds[name] for name, token_id in symbols.ids.items())
-        and all(symbols.ids[name] not in codec.encode(f"\n{name}\n") for name in symbols.control)
-        and all(codec.encode(f"\n{name}\n").count(symbols.ids[name]) == 1 for name in symbols.user)
+        and all(
+            np.count_nonzero(ids == token_id) == (kinds[name] == PieceType.USER_DEFINED)
+            for (name, token_id), ids in zip(symbols.ids.items(), spelled, strict=True)
+        )
         and codec.decode(codec.encode(PROBE_TEXT)) == expected
     )
     if not as_said:

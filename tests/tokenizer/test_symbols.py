@@ -20,6 +20,11 @@ def test_ids_follow_the_order_given() -> None:
     assert symbols.fixed_pieces == 4 + 6 + 256
 
 
+def test_a_look_up_of_one_id_does_not_number_them_all_again() -> None:
+    symbols = arrange(["<|user|>"], [], spare=3000)
+    assert symbols.ids is symbols.ids
+
+
 def test_no_symbols_leave_the_four_ids_and_the_bytes() -> None:
     assert arrange([], [], spare=0).ids == {}
     assert arrange([], [], spare=0).fixed_pieces == 260

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tokenizer.codec import PROBE_TEXT, Codec, TokenizerError
+from tokenizer.fastbpe.encoder import FastBPE
 from tokenizer.model_file import ModelFile, PieceType
 from tokenizer.sample import Sample, Weighted
 from tokenizer.train import train
@@ -155,9 +156,19 @@ def test_a_weight_that_leaves_nothing_is_named(tmp_path: Path) -> None:
         train([Weighted("some text", 1e-9)], tmp_path / "t", vocab_size=1000)
 
 
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+@pytest.mark.parametrize("texts", [["\0" * 500], ["\n" * 500], ["\r\n" * 9, "\0", "\n\0\r"]])
+@pytest.mark.parametrize("split", ["documents", "lines"])
+def test_nuls_and_line_breaks_are_no_text(model_type: str, texts: list[str], split: str, tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"^no text to train on: .* nothing but NULs and line breaks[^\n]*$"):
+        train(texts, tmp_path / "t", vocab_size=1000, model_type=model_type, split=split)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     "options",
     [
+        {"vocab_size": 0},
         {"vocab_size": 260},
         {"vocab_size": 2**31},
         {"vocab_size": 500, "character_coverage": 0.5},
@@ -330,6 +341,22 @@ def test_symbols_have_the_ids_that_are_said(model_type: str, texts: list[str], t
         assert not control & set(ids)
         assert codec.decode(ids) == text
     assert codec.encode("x<think>y a,b").count(11) == codec.encode("x<think>y a,b").count(12) == 1
+
+
+def test_thousands_of_symbols_are_verified_in_batches(
+    fast: object, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    encode = FastBPE.encode
+
+    def counted(self: FastBPE, batch: Sequence[bytes]) -> Any:
+        sizes.append(len(batch))
+        return encode(self, batch)
+
+    monkeypatch.setattr(FastBPE, "encode", counted)
+    train(texts[:1], tmp_path / "t", vocab_size=3600, reserve=3000)
+    assert 3000 in sizes
+    assert len(sizes) < 20
 
 
 def test_a_vocabulary_that_is_a_multiple_stays_as_it_is(texts: list[str], tmp_path: Path) -> None:

@@ -166,8 +166,10 @@ def assert_silent_with_closed_stdout(*arguments: object) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+# The handler is what a program starts with, unless a shell has started the tests in the background.
 ENDLESS_VERIFY = """
-import model.verify, sys
+import model.verify, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 once = model.verify.check_shapes
 def for_ever(*arguments):
     while True:

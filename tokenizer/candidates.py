@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenizer.codec import SPACE_MARK, Codec
-from tokenizer.folder import DESCRIPTION_FILE, MODEL_FILE
+from tokenizer.folder import DESCRIPTION_FILE, MODEL_FILE, read_file
 from tokenizer.model_file import ModelFile, PieceType, TokenizerError
 from tokenizer.reference import Reference, split
 
 HUGGING_FACE_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+MAX_IDS = 1 << 24  # as many as `train` can make; a table of all ids is kept
 
 Ids = npt.NDArray[np.integer[Any]]
 
@@ -135,9 +137,11 @@ class _HuggingFace(Candidate):
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
             raise TokenizerError(f"{path}: the vocabulary is empty; give a trained tokenizer")
+        if max(ids.values()) >= MAX_IDS:
+            raise TokenizerError(f"{path}: has id {max(ids.values())}; only ids below {MAX_IDS} can be judged")
         byte_level = _mentions(description, "ByteLevel")
         byte_fallback = bool(model.get("byte_fallback"))
-        self.name = name
+        self.name, self._path = name, path
         self.kind = f"Hugging Face, {type(self._tokenizer.model).__name__}" + (", byte level" if byte_level else "")
         self.no_byte_fallback = None
         if not byte_fallback:
@@ -162,11 +166,22 @@ class _HuggingFace(Candidate):
             self.types[unknown] = PieceType.UNKNOWN
 
     def encode(self, texts: Sequence[str]) -> Iterator[Ids]:
-        for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
+        with self._named_failures("encode"):
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        for encoding in encodings:
             yield np.array(encoding.ids, dtype=np.uint32)
 
     def decode(self, documents: Sequence[Ids]) -> list[str]:
-        return self._tokenizer.decode_batch([ids.tolist() for ids in documents], skip_special_tokens=False)
+        with self._named_failures("decode"):
+            return self._tokenizer.decode_batch([ids.tolist() for ids in documents], skip_special_tokens=False)
+
+    @contextmanager
+    def _named_failures(self, verb: str) -> Iterator[None]:
+        """What a file asks for may be impossible only for some texts: an unknown token that its vocabulary lacks."""
+        try:
+            yield
+        except Exception as error:  # the library raises Exception itself
+            raise TokenizerError(f"{self._path}: Hugging Face's tokenizers can't {verb} by it ({error})") from error
 
 
 _BYTE_PIECES = {f"<0x{value:02X}>": value for value in range(256)}
@@ -182,12 +197,7 @@ def _spelling(piece: str, kind: int) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise TokenizerError(
-            f"{path}: {error.strerror}; give a tokenizer folder, a SentencePiece model or a tokenizer.json"
-        ) from error
+    return read_file(path, "give a tokenizer folder, a SentencePiece model or a tokenizer.json")
 
 
 def _splits_special(config: Path) -> bool:

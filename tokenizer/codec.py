@@ -136,10 +136,15 @@ class Codec:
             )
         codec = cls(folder, files)
         if codec.fingerprint != description.get("fingerprint"):
+            ours, theirs = {"sentencepiece": sentencepiece.__version__}, description.get("versions")
             raise TokenizerError(
                 f"{folder}: fingerprint is {codec.fingerprint[:12]}, the description says "
-                f"{str(description.get('fingerprint'))[:12]}: sentencepiece {sentencepiece.__version__} encodes "
-                f"otherwise than {description.get('versions')}; install that version or retrain"
+                f"{str(description.get('fingerprint'))[:12]}: "
+                + (
+                    f"{DESCRIPTION_FILE} was changed, or made with another build of {ours}; restore or retrain"
+                    if ours == theirs
+                    else f"{ours} encodes otherwise than {theirs}; install that version or retrain"
+                )
             )
         if codec.vocab_size != description.get("vocab_size") or codec.control_ids != description.get("ids"):
             raise TokenizerError(f"{folder}: vocab_size or ids of {DESCRIPTION_FILE} differ from the model's; retrain")

@@ -26,10 +26,23 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     """
     if not folder.is_dir():
         raise TokenizerError(f"{folder}: no such tokenizer folder; make one with `tokenizer train --out {folder}`")
-    files = {name: _read(folder / name) for name in (DESCRIPTION_FILE, MODEL_FILE)}
-    if (folder / TRAINING_FILE).exists():
-        files[TRAINING_FILE] = _read(folder / TRAINING_FILE)
-    return files
+    names = [DESCRIPTION_FILE, MODEL_FILE, *([TRAINING_FILE] if (folder / TRAINING_FILE).exists() else [])]
+    return {
+        name: read_file(folder / name, f"a tokenizer folder holds {MODEL_FILE} and {DESCRIPTION_FILE}")
+        for name in names
+    }
+
+
+def read_file(path: Path, advice: str) -> bytes:
+    """The content of a file. TokenizerError, with the advice: it can't be read, or what stands there is no file; a pipe
+    would be waited for.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise TokenizerError(f"{path}: not a file; {advice}")
+        return path.read_bytes()
+    except OSError as error:
+        raise TokenizerError(f"{path}: {error.strerror}; {advice}") from error
 
 
 def parse_description(path: Path, content: bytes) -> dict[str, Any]:
@@ -42,7 +55,7 @@ def parse_description(path: Path, content: bytes) -> dict[str, Any]:
         raise TokenizerError(f"{path}: not the description of a tokenizer (no format {FORMAT!r})")
     if description.get("version") != VERSION:
         raise TokenizerError(
-            f"{path}: format version {description.get('version')}, this program reads {VERSION}; retrain"
+            f"{path}: format version {description.get('version')!r}, this program reads {VERSION!r}; retrain"
         )
     return description
 
@@ -98,12 +111,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise TokenizerError(
-            f"{path}: {error.strerror}; a tokenizer folder holds {MODEL_FILE} and {DESCRIPTION_FILE}"
-        ) from error

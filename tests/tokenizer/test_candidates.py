@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -220,6 +221,21 @@ def break_json(tmp_path: Path, content: str) -> Path:
     return tmp_path / "broken.json"
 
 
+def with_an_id(tmp_path: Path, token_id: int) -> Path:
+    content = {"model": {"type": "WordLevel", "vocab": {"a": 0, "b": token_id}, "unk_token": "a"}}
+    return break_json(tmp_path, json.dumps(content))
+
+
+def folder_at(path: Path) -> Path:
+    path.mkdir()
+    return path.parent
+
+
+def pipe_at(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
 REFUSED: dict[str, tuple[Callable[[Path, bytes], Path], str]] = {
     "absent": (lambda tmp, _: tmp / "absent", "No such file"),
     "absent json": (lambda tmp, _: tmp / "absent.json", "No such file"),
@@ -231,6 +247,10 @@ REFUSED: dict[str, tuple[Callable[[Path, bytes], Path], str]] = {
     "other JSON": (lambda tmp, _: break_json(tmp, '{"a": 1}'), "not a tokenizer.json"),
     "a list": (lambda tmp, _: break_json(tmp, "[]"), "not a tokenizer.json"),
     "unknown model": (lambda tmp, _: break_json(tmp, '{"model": {"type": "New"}}'), "not a tokenizer.json"),
+    "an id beyond all tables": (lambda tmp, _: with_an_id(tmp, 4_294_967_295), "has id 4294967295; only ids below"),
+    "the first id too high": (lambda tmp, _: with_an_id(tmp, 1 << 24), "has id 16777216; only ids below 16777216"),
+    "a folder in the place of a file": (lambda tmp, _: folder_at(tmp / "tokenizer.json"), "not a file"),
+    "a pipe in the place of a file": (lambda tmp, _: pipe_at(tmp / "pipe.model"), "not a file"),
     "no vocabulary": (
         lambda tmp, _: break_json(tmp, json.dumps({"model": {"type": "BPE", "vocab": {}, "merges": []}})),
         "vocabulary is empty",
@@ -245,6 +265,23 @@ def test_what_is_no_tokenizer_is_refused_by_name(name: str, tmp_path: Path, toke
     with pytest.raises(TokenizerError, match=message) as caught:
         open_candidate(path, "x")
     assert str(caught.value).startswith(str(path))
+
+
+def test_a_text_that_a_file_cannot_encode_is_one_line(tmp_path: Path) -> None:
+    """The library finds out only with the text that needs the unknown token."""
+    path = break_json(
+        tmp_path, json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[not there]"}})
+    )
+    candidate = open_candidate(path, "x")
+    assert ids_of(candidate, "a") == [0]
+    with pytest.raises(TokenizerError, match=r"broken\.json: Hugging Face's tokenizers can't encode by it \([^\n]*\)$"):
+        ids_of(candidate, "b")
+
+
+def test_a_text_that_a_file_cannot_decode_is_one_line(tmp_path: Path) -> None:
+    candidate = open_candidate(byte_level(tmp_path / "tokenizer.json"), "x")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: [^\n]* can't decode by it \([^\n]*$"):
+        candidate.decode([np.array([-1])])
 
 
 def test_a_byte_piece_of_another_name_is_refused(tmp_path: Path, tokenizer_folder: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import random
 import re
@@ -225,12 +226,29 @@ def other_model(folder: Path) -> None:
     replace_model(folder, bytes(model))
 
 
+def with_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def with_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no model": (lambda f: (f / "tokenizer.model").unlink(), "No such file"),
     "no description": (lambda f: (f / "description.json").unlink(), "No such file"),
     "cut model": (lambda f: (f / "tokenizer.model").write_bytes((f / "tokenizer.model").read_bytes()[:-9]), "differs"),
     "other behaviour": (other_model, "fingerprint"),
-    "other fingerprint": (lambda f: edit_description(f, fingerprint="0" * 64), "fingerprint"),
+    "other fingerprint": (lambda f: edit_description(f, fingerprint="0" * 64), "fingerprint .* was changed, or made"),
+    "other version": (
+        lambda f: edit_description(f, fingerprint="0" * 64, versions={"sentencepiece": "0.1.0"}),
+        r"encodes otherwise than \{'sentencepiece': '0.1.0'\}; install",
+    ),
+    "version as text": (lambda f: edit_description(f, version="1"), "version '1', this program reads 1;"),
+    "pipe for a model": (lambda f: with_pipe(f / "tokenizer.model"), "tokenizer.model: not a file"),
+    "folder for a report": (lambda f: with_folder(f / "training.md"), "training.md: not a file"),
     "other size": (lambda f: edit_description(f, vocab_size=7), "vocab_size"),
     "other ids": (lambda f: edit_description(f, ids={"unk": 0}), "ids"),
     "later version": (lambda f: edit_description(f, version=2), "version 2"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.machinery
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,6 +206,23 @@ def _require_ok(status: int) -> None:
         raise type(_ERRORS[status])(*_ERRORS[status].args)
 
 
+def _is_cut_short(path: Path) -> bool:
+    """Whether an ELF library lacks its end, whose loading may kill the process with SIGBUS. Linkers put the table of
+    sections last: e_shoff, e_shentsize and e_shnum of the 64-bit file header say where it ends (System V ABI, chapter
+    4). False for other formats.
+    """
+    with path.open("rb") as file:
+        header = file.read(64)
+    if header[:4] != b"\x7fELF":
+        return False
+    if len(header) < 64:
+        return True
+    if header[4] != 2:  # not of 64 bits
+        return False
+    offset, size, count = struct.unpack(("<" if header[5] == 1 else ">") + "40x Q 10x 2H 2x", header)
+    return path.stat().st_size < int(offset + size * count)
+
+
 @functools.cache
 def _core() -> ctypes.CDLL:
     """The compiled library beside this file. Raises Unsupported when there is none, or one of other sources."""
@@ -213,6 +231,8 @@ def _core() -> ctypes.CDLL:
     if path is None:
         raise Unsupported("the compiled encoder isn't built (install a C++ compiler and run `pip install -e .` again)")
     try:
+        if _is_cut_short(path):
+            raise Unsupported("the compiled encoder's file is cut short; run `pip install -e .` again")
         core = ctypes.CDLL(str(path))
         core.fastbpe_build_id.restype = ctypes.c_char_p
         stale = core.fastbpe_build_id().decode("ascii") != build_id(_FOLDER)

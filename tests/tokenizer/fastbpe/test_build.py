@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +81,16 @@ def test_something_else_in_its_place_is_a_reason(folder: Path, damage: str) -> N
     else:
         path.write_bytes({"empty": b"", "text": b"not a library"}[damage])
     assert "can't be loaded" in reason()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems have other library formats")
+@pytest.mark.parametrize("share", [0, 0.5, 0.97, 1])
+def test_a_core_cut_short_is_a_reason_before_it_is_loaded(folder: Path, share: float) -> None:
+    """Mapping it and reading what isn't there would end the process."""
+    (path,) = folder.glob("_core*")
+    content = path.read_bytes()
+    path.write_bytes(content[: min(max(int(len(content) * share), 63), len(content) - 1)])
+    assert "cut short; run `pip install -e .` again" in reason()
 
 
 def test_the_structures_are_those_of_the_header() -> None:

@@ -11,7 +11,7 @@ Everything lies in `.prepare/duplicates/` until the collection is whole::
     NAME/                the lists, 16 bytes a duplicate, sorted; renamed into place when all are written
     NAME/00000.repeats
 
-Memory: hashes are compared in as many rounds as it takes, 2^22 documents at a time, about 120 bytes each.
+Memory: hashes are compared in as many rounds as it takes, 2^22 documents at a time, about 100 bytes each.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tokenizer.codec import MODEL_FILE, PROBE_TEXT, SPACE_MARK, Codec
-from tokenizer.folder import DESCRIPTION_FILE, publish, read_folder, refuse_occupied
+from tokenizer.folder import DESCRIPTION_FILE, publish, read_folder, refuse_occupied, refuse_unwritable
 from tokenizer.model_file import ModelFile, PieceType, TokenizerError
 from tokenizer.selftest import difference, probe_texts
 
@@ -59,8 +59,9 @@ def export_hf(folder: Path, out: Path, *, overwrite: bool = False) -> ExportRepo
 
     Before, the files' ids and texts are compared with SentencePiece's: all pieces, overlapping pieces, random texts,
     long runs (see `probe_texts` and `_texts`). Raises TokenizerError: a model that the library can't encode alike,
-    naming the reason or the text that differs; an `out` that is occupied.
+    naming the reason or the text that differs; an `out` that is occupied or can't be written.
     """
+    refuse_unwritable(out)
     _refuse_tokenizer(folder, out)
     refuse_occupied(out, overwrite=overwrite, replaceable=EXPORTED_FILES)
     codec = Codec.load(folder)

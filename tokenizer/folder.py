@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
 import json
 import os
+import re
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +24,8 @@ FORMAT = "zerohalf-tokenizer"
 VERSION = 1
 
 TOKENIZER_FILES = frozenset({MODEL_FILE, DESCRIPTION_FILE, TRAINING_FILE})
+
+_FRESH, _RETIRED = "fresh", "retired"  # within a working folder: the new files, and for a moment the old ones
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:
@@ -66,29 +74,40 @@ def publish(
     """Make `folder` hold exactly these files: whole or not at all, whenever the process is killed.
 
     A folder that exists is replaced only with `overwrite`, and only if it is a tokenizer (see `refuse_occupied`).
+    Raises TokenizerError, also when it can't be written.
     """
-    refuse_occupied(folder, overwrite=overwrite, replaceable=replaceable)
-    folder = folder.absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # One hidden working folder beside the target holds the new files, and for a moment the old ones.
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent) as work:
-        fresh, retired = Path(work, "fresh"), Path(work, "retired")
-        fresh.mkdir()
-        for name, content in files.items():
-            with (fresh / name).open("xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        _sync_folder(fresh)
-        if folder.exists():
-            folder.rename(retired)
-        try:
-            fresh.rename(folder)
-        except OSError:
-            if retired.exists():
-                retired.rename(folder)
-            raise
-        _sync_folder(folder.parent)
+    with _named_failures(folder):
+        final = folder.absolute()
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with _working_folder(final.parent, final.name) as work:
+            refuse_occupied(folder, overwrite=overwrite, replaceable=replaceable)
+            fresh = work / _FRESH
+            fresh.mkdir()
+            for name, content in files.items():
+                with (fresh / name).open("xb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+            _sync_folder(fresh)
+            if not final.exists():
+                fresh.rename(final)
+            elif not _exchange(fresh, final):
+                final.rename(work / _RETIRED)
+                try:
+                    fresh.rename(final)
+                except OSError:
+                    (work / _RETIRED).rename(final)
+                    raise
+            _sync_folder(final.parent)
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Raise TokenizerError unless `folder` could be published now: what that makes first is made and removed."""
+    with _named_failures(folder):
+        final = folder.absolute()
+        place = next((parent for parent in final.parents if parent.exists()), final)
+        with _working_folder(place, final.name) as work:
+            (work / _FRESH / final.relative_to(place)).mkdir(parents=True, exist_ok=True)
 
 
 def refuse_occupied(folder: Path, *, overwrite: bool, replaceable: frozenset[str] = TOKENIZER_FILES) -> None:
@@ -103,6 +122,57 @@ def refuse_occupied(folder: Path, *, overwrite: bool, replaceable: frozenset[str
         raise TokenizerError(f"{folder}: holds files that are no tokenizer's; choose another --out")
     if not overwrite:
         raise TokenizerError(f"{folder}: holds a tokenizer already; choose another --out or pass --overwrite")
+
+
+@contextmanager
+def _named_failures(folder: Path) -> Iterator[None]:
+    """What fails within is said of the folder that the user named, not of those that only we know."""
+    try:
+        yield
+    except OSError as error:
+        raise TokenizerError(f"{folder}: can't be written ({error.strerror}); choose another --out") from error
+
+
+@contextmanager
+def _working_folder(place: Path, name: str) -> Iterator[Path]:
+    """A hidden folder in `place` where `name` is made. While it is there, others wait who want one in that place; so
+    whatever is left of other makings of `name` is left by processes that were killed, and removed.
+    """
+    handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # some network file systems have no locks: then leftovers stay
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            _remove_leftovers(place, name)
+        with tempfile.TemporaryDirectory(prefix=f".{name}.", suffix=".partial", dir=place) as work:
+            yield Path(work)
+    finally:
+        os.close(handle)
+
+
+def _remove_leftovers(place: Path, name: str) -> None:
+    for left in place.iterdir():
+        if not re.fullmatch(rf"\.{re.escape(name)}\.[a-z0-9_]{{8}}\.partial", left.name) or left.is_symlink():
+            continue
+        if {entry.name for entry in left.iterdir()} <= {_FRESH, _RETIRED}:
+            if (left / _RETIRED).exists() and not (place / name).exists():  # killed between two renames
+                (left / _RETIRED).rename(place / name)
+            shutil.rmtree(left)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two folders trade places in one step (Linux's renameat2), so that neither name is ever without one. False:
+    the system or the file system can't.
+    """
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code))
 
 
 def _sync_folder(folder: Path) -> None:

@@ -36,6 +36,7 @@ from tokenizer.folder import (
     VERSION,
     publish,
     refuse_occupied,
+    refuse_unwritable,
 )
 from tokenizer.model_file import ModelFile, PieceType, protobuf_fields
 from tokenizer.sample import HELD_OUT_BYTES, MAX_CHARACTERS, Sample, Weighted, every_so_many
@@ -99,8 +100,8 @@ def train(
 
     Memory: `sample_bytes`, and when that has been handed over, 13 to 27 times as much in a process that ends with the
     training. Raises TokenizerError: no text, a lone surrogate, a vocabulary that the text can't fill or that can't
-    hold its alphabet, an occupied `out`, a training that failed or was killed. Nothing is written before the model is
-    whole and has passed its self-test.
+    hold its alphabet, an `out` that is occupied or can't be written, a training that failed or was killed. Nothing is
+    written before the model is whole and has passed its self-test.
     """
     say = on_notice or (lambda line: None)
     _check(model_type, normalization, split, vocab_size, reserve, vocab_multiple, character_coverage)
@@ -109,6 +110,7 @@ def train(
     normalize = normalizer(normalization)
     symbols = arrange(control_symbols, user_symbols, spare=reserve + missing)
     _check_symbols(symbols, normalize, vocab_size)
+    refuse_unwritable(out)
     refuse_occupied(out, overwrite=overwrite)
 
     started_at = time.monotonic()

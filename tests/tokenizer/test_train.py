@@ -414,7 +414,7 @@ def kill_children() -> None:
 
 
 def test_a_training_killed_at_any_moment_leaves_nothing_or_all(texts: list[str], tmp_path: Path) -> None:
-    """Kill it as soon as anything appears beside its output, and at some random moments."""
+    """Kill it as soon as its model appears beside its output, and at some random moments."""
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for number, text in enumerate(texts):
@@ -427,7 +427,7 @@ def test_a_training_killed_at_any_moment_leaves_nothing_or_all(texts: list[str],
         command = [sys.executable, "-m", "tokenizer", "train", "--input", str(corpus), "--vocab-size", "400", "--out"]
         process = subprocess.Popen([*command, str(out)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         if attempt < 3:
-            while process.poll() is None and not any(place.iterdir()):
+            while process.poll() is None and not any(place.rglob("tokenizer.model")):
                 pass
         else:
             time.sleep(chance.uniform(0.1, 1.5))

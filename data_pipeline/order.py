@@ -41,7 +41,7 @@ import hashlib
 import heapq
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -59,7 +59,6 @@ PACKING_MODES: tuple[PackingMode, ...] = get_args(PackingMode)
 _ROUNDS = 10
 _SMALLEST_DOMAIN_BITS = 6
 _LARGEST_DOMAIN = 2**62
-_FEW = 32  # indices that are permuted sooner one by one than as an array
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
 
@@ -122,31 +121,18 @@ class Permutation:
             return np.empty(array.shape, np.int64)
         if array.dtype.kind not in "iu":
             raise ValueError(f"indices must be integers, not {array.dtype}")
-        if array.size < _FEW:
-            return np.array([self(index) for index in array.reshape(-1).tolist()], np.int64).reshape(array.shape)
         self._check(int(array.min()), int(array.max()))
-        values = self._forth(array.reshape(-1).astype(np.uint64))
-        walking = np.flatnonzero(values >= self.n)
-        while walking.size:
-            values[walking] = self._forth(values[walking])
-            walking = walking[values[walking] >= self.n]
-        if self._exchange:
-            values[values < 2] ^= np.uint64(1)
-        placed: Int64Array = values.astype(np.int64).reshape(array.shape)
-        return placed
+        which = np.zeros(array.size, np.int64)
+        return permute_many([self], which, array.reshape(-1).astype(np.int64)).reshape(array.shape)
 
     def _check(self, smallest: int, largest: int) -> None:
         if smallest < 0 or largest >= self.n:
             bad = smallest if smallest < 0 else largest
             raise ValueError(f"{bad} is not in a permutation of {self.n} elements (0 to {self.n - 1})")
 
-    def _forth(self, value: _Word) -> _Word:
-        low, high = value & self._low_mask, value >> self._low_bits
-        keys = iter(self._round_keys)
-        for key in keys:
-            high = high ^ _splitmix64(key, low) & self._high_mask
-            low = low ^ _splitmix64(next(keys), high) & self._low_mask
-        return high << self._low_bits | low
+    def _forth(self, value: int) -> int:
+        word: int = _through_rounds(value, self._low_bits, self._low_mask, self._high_mask, self._round_keys)
+        return word
 
     def _back(self, value: int) -> int:
         low, high = value & self._low_mask, value >> self._low_bits
@@ -155,6 +141,44 @@ class Permutation:
             low = low ^ _splitmix64(key, high) & self._low_mask
             high = high ^ _splitmix64(next(keys), low) & self._high_mask
         return high << self._low_bits | low
+
+
+def _through_rounds(value: _Word, low_bits: _Word, low_mask: _Word, high_mask: _Word, round_keys: _Word) -> _Word:
+    """The Feistel network once. All int, or all uint64 arrays of one length (round_keys then has a row a round)."""
+    low, high = value & low_mask, value >> low_bits
+    keys = iter(round_keys)
+    for key in keys:
+        high = high ^ _splitmix64(key, low) & high_mask
+        low = low ^ _splitmix64(next(keys), high) & low_mask
+    return high << low_bits | low
+
+
+def permute_many(permutations: Sequence[Permutation], which: Int64Array, indices: Int64Array) -> Int64Array:
+    """Where each index goes by its own permutation, whose place in `permutations` is in `which`. All (n,).
+
+    Equal to calling one by one, at some ten nanoseconds an index however many permutations there are. The indices
+    must be in range.
+    """
+
+    def each(values: Iterable[int]) -> npt.NDArray[np.uint64]:
+        return np.fromiter(values, np.uint64, len(permutations))[which]
+
+    sizes = each(one.n for one in permutations)
+    low_bits = each(one._low_bits for one in permutations)
+    low_mask = each(one._low_mask for one in permutations)
+    high_mask = each(one._high_mask for one in permutations)
+    round_keys = np.array([one._round_keys for one in permutations], np.uint64).T[:, which]
+    values = _through_rounds(indices.astype(np.uint64), low_bits, low_mask, high_mask, round_keys)
+    walking = np.flatnonzero(values >= sizes)
+    while walking.size:
+        values[walking] = _through_rounds(
+            values[walking], low_bits[walking], low_mask[walking], high_mask[walking], round_keys[:, walking]
+        )
+        walking = walking[values[walking] >= sizes[walking]]
+    low = values < 2
+    values[low] ^= each(one._exchange for one in permutations)[low]
+    placed: Int64Array = values.astype(np.int64)
+    return placed
 
 
 def epoch_key(seed: int, source: str, epoch: int) -> int:
@@ -404,14 +428,12 @@ class SampleOrder:
             mine = np.flatnonzero(stages == number)
             sources[mine], numbers[mine] = self._stages[number].numbers_of(wanted[mine], names)
         epochs, positions = np.divmod(numbers, np.array([max(1, self.windows[name]) for name in names])[sources])
-        windows = np.empty_like(wanted)
-        grouped = np.lexsort((epochs, sources))  # one permutation a source and epoch
-        begins = np.flatnonzero(np.diff(sources[grouped], prepend=-1) | np.diff(epochs[grouped], prepend=-1))
-        for mine in np.split(grouped, begins[1:]):
-            if mine.size:
-                name, epoch = names[sources[mine[0]]], int(epochs[mine[0]])
-                permutation = _epoch_permutation(self.seed, name, epoch, self.windows[name])
-                windows[mine] = permutation.many(positions[mine])
+        passes, which = np.unique(np.stack([sources, epochs]), axis=1, return_inverse=True)
+        permutations = [
+            _epoch_permutation(self.seed, names[source], epoch, self.windows[names[source]])
+            for source, epoch in passes.T.tolist()
+        ]
+        windows = permute_many(permutations, which.reshape(-1), positions) if permutations else np.empty_like(wanted)
         return Addresses(names, sources, epochs, windows)
 
     def find(self, address: Address) -> int | None:

@@ -502,7 +502,7 @@ class TokenStream:
         self._starts = _running_sum([shard.tokens for shard in split.shards])
         self._first_documents = _running_sum([shard.documents for shard in split.shards])
         self._width = split.shards[0].token_bytes if split.shards else 2
-        self._dtype = np.dtype(f"<u{self._width}")
+        self.dtype = np.dtype(f"<u{self._width}")
         self._files: OrderedDict[int, int] = OrderedDict()
         self._ends: OrderedDict[int, Int64Array] = OrderedDict()
         self._lock = threading.Lock()
@@ -510,39 +510,34 @@ class TokenStream:
     def read(self, start: int, stop: int) -> Tokens:
         """Tokens start to stop (exclusive), shape (stop - start,), in the width they are stored in: uint16 or uint32.
 
-        The array is read-only. ValueError outside 0 <= start <= stop <= tokens; DataFormatError when a file has been
-        cut meanwhile.
+        ValueError outside 0 <= start <= stop <= tokens; DataFormatError when a file has been cut meanwhile.
         """
-        self._check_range(start, stop)
-        parts = [self._read_part(*part) for part in self._parts(start, stop)]
-        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self._dtype), *parts])
+        self._parts(start, stop)  # refuses what is outside
+        row: Tokens = np.empty(stop - start, self.dtype)
+        self.read_into(start, row)
+        return row
 
-    def _read_part(self, number: int, low: int, high: int) -> Tokens:
-        shard = self.split.shards[number]
-        width = self._width
-        with self._lock:
-            raw = os.pread(self._descriptor(number), (high - low) * width, HEADER_BYTES + low * width)
-        if len(raw) != (high - low) * width:
-            raise DataFormatError(
-                f"{shard.bin_path}: cut since it was opened: {len(raw)} of {(high - low) * width} bytes read"
-            )
-        return np.frombuffer(raw, self._dtype)
+    def read_into(self, start: int, row: Tokens) -> None:
+        """Fill `row`, contiguous and of `dtype`, with the tokens from `start` on. Errors as `read`."""
+        filled = 0
+        for number, low, high in self._parts(start, start + len(row)):
+            part = row[filled : filled + high - low]
+            with self._lock:
+                size = os.preadv(self._descriptor(number), [part.data], HEADER_BYTES + low * self._width)
+            if size != part.nbytes:
+                path = self.split.shards[number].bin_path
+                raise DataFormatError(f"{path}: cut since it was opened: {size} of {part.nbytes} bytes read")
+            filled += high - low
 
     def will_need(self, start: int, stop: int) -> None:
         """Ask the system to fetch this range from disk in the background, where it knows how."""
-        self._check_range(start, stop)
-        if not hasattr(os, "posix_fadvise"):
-            return
         width = self._width
         for number, low, high in self._parts(start, stop):
             with self._lock:
-                os.posix_fadvise(
-                    self._descriptor(number), HEADER_BYTES + low * width, (high - low) * width, os.POSIX_FADV_WILLNEED
-                )
+                _fetch_ahead(self._descriptor(number), HEADER_BYTES + low * width, (high - low) * width)
 
     def document_ends(self, start: int, stop: int) -> Int64Array:
         """The positions e, start < e <= stop, one past an EOS: ascending int64, counted over the whole stream."""
-        self._check_range(start, stop)
         found = []
         for number, low, high in self._parts(start, stop):
             ends = self._shard_ends(number)
@@ -577,12 +572,13 @@ class TokenStream:
     def __del__(self) -> None:
         self.close()
 
-    def _check_range(self, start: int, stop: int) -> None:
+    def _parts(self, start: int, stop: int) -> Sequence[tuple[int, int, int]]:
+        """(shard, low, high) for each shard that holds part of the range; low and high within the shard.
+
+        ValueError outside the stream.
+        """
         if not 0 <= start <= stop <= self.tokens:
             raise ValueError(f"tokens {start} to {stop} are outside a stream of {self.tokens}")
-
-    def _parts(self, start: int, stop: int) -> Sequence[tuple[int, int, int]]:
-        """(shard, low, high) for each shard that holds part of the range; low and high within the shard."""
         if start == stop:
             return ()
         number = bisect_right(self._starts, start) - 1
@@ -599,13 +595,14 @@ class TokenStream:
 
     def _descriptor(self, number: int) -> int:
         """The open file of a shard; call with the lock held."""
-        if number in self._files:
+        descriptor = self._files.get(number)
+        if descriptor is None:
+            while len(self._files) >= _OPEN_FILES:
+                os.close(self._files.popitem(last=False)[1])
+            descriptor = self._files[number] = os.open(self.split.shards[number].bin_path, os.O_RDONLY)
+        elif len(self._starts) > _OPEN_FILES:
             self._files.move_to_end(number)
-            return self._files[number]
-        while len(self._files) >= _OPEN_FILES:
-            os.close(self._files.popitem(last=False)[1])
-        self._files[number] = os.open(self.split.shards[number].bin_path, os.O_RDONLY)
-        return self._files[number]
+        return descriptor
 
     def _shard_ends(self, number: int) -> Int64Array:
         with self._lock:
@@ -615,6 +612,11 @@ class TokenStream:
                 self._ends[number] = read_index(self.split.shards[number].idx_path)[0]
             self._ends.move_to_end(number)
             return self._ends[number]
+
+
+def _fetch_ahead(descriptor: int, start: int, size: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_WILLNEED)
 
 
 def _running_sum(counts: list[int]) -> list[int]:

@@ -15,7 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.loader import READ_AHEAD_WINDOWS, Batch, Loader, evaluation_batches, evaluation_size
+from data_pipeline.loader import (
+    READ_AHEAD_WINDOWS,
+    Batch,
+    Loader,
+    _Prefetcher,
+    evaluation_batches,
+    evaluation_size,
+)
 from data_pipeline.order import SampleOrder, Stage
 from data_pipeline.shards import DataFormatError, ShardWriter, Split, TokenStream
 
@@ -25,6 +32,8 @@ EOS = 2
 
 class CountingStream:
     """A stream without a file: the token at position p is p, so a batch says where it was read."""
+
+    dtype = np.dtype(np.int64)
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
@@ -37,6 +46,9 @@ class CountingStream:
         self.before_read()
         self.reads.append((start, stop))
         return np.arange(start, stop, dtype=np.int64)
+
+    def read_into(self, start: int, row: np.ndarray) -> None:
+        row[:] = self.read(start, start + len(row))
 
     def will_need(self, start: int, stop: int) -> None:
         assert 0 <= start <= stop <= self.tokens
@@ -64,10 +76,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def is_waiting(thread: threading.Thread) -> bool:
-    """Whether a thread waits for a condition, as one without a place for another batch does."""
+    """Whether a prefetching thread reads nothing and has no place for another batch."""
+    assert isinstance(thread, _Prefetcher)
     assert thread.ident is not None
     frame = sys._current_frames().get(thread.ident)
-    return frame is not None and frame.f_code is threading.Condition.wait.__code__
+    return frame is not None and frame.f_code is _Prefetcher.run.__code__ and thread._places.empty()
 
 
 def one_source(windows: int, seq_len: int = 3, seed: int = 1) -> tuple[SampleOrder, dict[str, CountingStream]]:

@@ -12,9 +12,10 @@ from typing import Any
 from tokenizer.codec import SPACE_MARK, Codec, TokenizerError
 from tokenizer.report import shown
 
-# Seconds of training for a second of counting the sample's characters, and bytes of memory for a byte of the sample:
-# lowest and highest. Measured on 1 to 100 MB of English, Chinese (the highest) and code, 4,000 to 32,000 pieces.
-TIME_RATIOS = {"bpe": (15, 100), "unigram": (250, 1500)}
+# Seconds of training for a second of counting the sample's characters: lowest and highest on 7 to 20 MB of English,
+# Chinese (the highest) and code, 4,000 to 32,000 pieces, with a margin. Bytes of memory for a byte of the sample: on 1
+# to 100 MB of the same.
+TIME_RATIOS = {"bpe": (60, 400), "unigram": (500, 3500)}
 MEMORY_RATIOS = (13, 27)
 BASE_BYTES = 30_000_000
 

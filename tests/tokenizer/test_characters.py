@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import unicodedata
+from typing import Any
 
 import pytest
 
+from tokenizer import characters
 from tokenizer.characters import count_characters, normalizer
 
 
@@ -13,6 +15,22 @@ def test_characters_are_counted_over_all_texts() -> None:
         "a": 600, "b": 300, "道": 300, "\n": 300,
     }  # fmt: skip
     assert (found.texts, found.changed_texts, found.changed_characters) == (600, 0, {})
+
+
+def test_counting_costs_by_the_character_and_not_by_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the time it takes says nothing about the training, as with texts of a line."""
+    batches: list[int] = []
+    count = characters._count
+
+    def counted(text: str, counts: Any) -> float:
+        batches.append(len(text))
+        return count(text, counts)
+
+    monkeypatch.setattr(characters, "_count", counted)
+    found = count_characters([b"a line\n"] * 20_000 + ["\U0010ffff".encode()] * 300_000, None)
+    assert sum(batches) == 440_000
+    assert len(batches) == 2
+    assert [int(found.counts[code]) for code in (ord("a"), 0x10FFFF)] == [20_000, 300_000]
 
 
 def test_the_space_mark_counts_as_a_space() -> None:

@@ -269,11 +269,15 @@ def test_nfkc_is_said_to_lose_what_it_loses_and_keeps_the_layout(
     assert "U+FF4C" in (tmp_path / "t" / "training.md").read_text()
 
 
-def test_identity_warns_of_nothing(texts: list[str], tmp_path: Path) -> None:
+def test_identity_warns_of_nothing_and_only_long_work_is_estimated(
+    texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     notices: list[str] = []
-    train(texts[-2:], tmp_path / "t", vocab_size=400, on_notice=notices.append)
+    larger = [text * 3 for text in texts]
+    train(larger, tmp_path / "a", vocab_size=700, on_notice=notices.append)
     assert notices == []
-    train([text * 3 for text in texts], tmp_path / "larger", vocab_size=700, on_notice=notices.append)
+    monkeypatch.setattr("tokenizer.train.MIN_ESTIMATED_BYTES", 1_000_000)
+    train(larger, tmp_path / "b", vocab_size=700, on_notice=notices.append)
     assert len(notices) == 1
     assert re.match(r"training on [12]\.\d MB: about \d+ s to \d+ s, \d+ MB to \d+ MB of memory$", notices[0])
 

@@ -88,5 +88,9 @@ def held_out(texts: Iterable[bytes], fraction: float) -> list[bool]:
     """`is_validation` of each text."""
     if not fraction:
         return [False for _ in texts]
-    bound, key, number = math.ceil(fraction * 2.0**64), VALIDATION_KEY, int.from_bytes
-    return [number(blake2b(text, digest_size=8, key=key).digest(), "little") < bound for text in texts]
+    bound, keyed, sides = math.ceil(fraction * 2.0**64), blake2b(digest_size=8, key=VALIDATION_KEY), []
+    for text in texts:
+        digest = keyed.copy()  # a third quicker than a new one
+        digest.update(text)
+        sides.append(int.from_bytes(digest.digest(), "little") < bound)
+    return sides

@@ -206,8 +206,8 @@ class PieceReading:
 
         items, item = 0, None
         with _Sha256() as digest:
-            for item in read_piece(self.piece, self.options.text_field, hear, on_raw=digest.update):
-                items += 1
+            given = read_piece(self.piece, self.options.text_field, hear, on_raw=digest.update)
+            for items, item in enumerate(given, 1):  # noqa: B007 - wanted behind the loop
                 if self.strict and isinstance(item, Dropped):
                     raise PrepareError(f"{self._where(item)}: {item.reason} {item.detail}".rstrip() + " (--strict)")
                 yield item
@@ -389,19 +389,20 @@ class UnitWork:
             return
         ids, ends = self._codec.encode_batch(self._batch)
         eos = np.array([self._codec.eos_id], ids.dtype)
-        rows: dict[bool, list[npt.NDArray[Any]]] = {False: [], True: []}
-        lengths: dict[bool, list[int]] = {False: [], True: []}
-        text_bytes = {False: 0, True: 0}
-        sides = held_out(self._batch, self._options.validation_fraction)
-        for side, text, (start, stop) in zip(sides, self._batch, pairwise([0, *ends.tolist()]), strict=True):
-            rows[side] += (ids[start:stop], eos)
-            lengths[side].append(stop - start + 1)
-            text_bytes[side] += len(text)
-        splits: tuple[tuple[bool, SplitName], ...] = ((False, "train"), (True, "validation"))
-        for side, split in splits:
-            if lengths[side]:
+        rows = [ids[start:stop] for start, stop in pairwise([0, *ends.tolist()])]
+        lengths = np.diff(ends.astype(np.int64), prepend=0) + 1
+        sizes = np.fromiter(map(len, self._batch), np.int64, len(self._batch))
+        is_held_out = np.array(held_out(self._batch, self._options.validation_fraction))
+        sides: tuple[tuple[SplitName, npt.NDArray[np.bool_]], ...] = (
+            ("train", ~is_held_out),
+            ("validation", is_held_out),
+        )
+        for split, is_mine in sides:
+            mine = np.flatnonzero(is_mine)
+            if len(mine):
+                parts = [part for number in mine.tolist() for part in (rows[number], eos)]
                 self._writer(split).add_documents(
-                    np.concatenate(rows[side]), np.cumsum(lengths[side]), text_bytes[side]
+                    np.concatenate(parts), np.cumsum(lengths[mine]), int(sizes[mine].sum())
                 )
         self._progress.add(text_bytes=self._batch_bytes, tokens=len(ids) + len(ends))
         self._batch, self._batch_bytes = [], 0

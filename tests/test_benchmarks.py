@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import gzip
 import importlib.util
 import io
 import json
 import lzma
+import random
 import sys
 import tarfile
 import zipfile
@@ -247,3 +249,25 @@ def test_a_corpus_of_the_benchmark_keeps_its_sides_apart(tmp_path: Path) -> None
     for language in training:
         assert not set(training[language]) & set(unseen[language])
         assert benchmark.size_of(training[language]) > benchmark.size_of(unseen[language]) > 100_000
+
+
+# ---------------------------------------------------------------- prepare
+
+
+def test_the_benchmark_of_prepare_compares_what_gives_the_same_ids(tmp_path: Path) -> None:
+    """In its smallest form, and what it says when an id differs."""
+    data: Any = script("data")
+    options = argparse.Namespace(
+        corpus=None, megabytes=0.2, vocab_size=2500, repetitions=1, workers=1, copies=3, seed=1, json=False
+    )
+    report = data.measure(options, tmp_path)
+    assert report["text_bytes"] > 190_000
+    assert report["ratio_to_usual_script"] > 0
+    assert "× as fast" in data.to_text(report)
+    texts = list(data.corpus_texts(None, random.Random(2), 12e6))
+    assert 12e6 < sum(len(text.encode()) for text in texts) < 12.2e6
+    assert len(set(texts)) > 0.98 * len(texts)
+    codec = data.Codec.load(tmp_path / "tokenizer")
+    bench = data.PrepareBench(tmp_path, [*texts[:3], "another"], [tmp_path / "000.jsonl"], codec, 1)
+    with pytest.raises(SystemExit, match="differ"):
+        bench.assert_same_ids()

@@ -52,7 +52,7 @@ MAX_VOCAB_SIZE = 1 << 24
 MAX_VOCAB_MULTIPLE = 1 << 16
 DEFAULT_SAMPLE_BYTES = 100_000_000
 MIN_MEASURED_BYTES = 20_000  # less says nothing
-MIN_ESTIMATED_BYTES = 10_000_000  # less takes a minute or so, and is counted too quickly to tell
+MIN_ESTIMATED_BYTES = 5_000_000  # less takes half a minute at most, and is counted too quickly to tell
 
 REQUIRED_CHARACTERS = " \n\t"
 """They get pieces whatever the corpus holds, so that no layout of a text is ever spelled in bytes."""

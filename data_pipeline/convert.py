@@ -86,10 +86,13 @@ def _whole_or_nothing(out: Path) -> Iterator[Path]:
         try:
             for leftover in partial.iterdir():
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            yield partial
-            for folder in (partial, *(entry for entry in partial.rglob("*") if entry.is_dir())):
+            fresh = partial / "fresh"  # not `partial` itself: who writes a tokenizer locks the folder it lies in
+            fresh.mkdir()
+            yield fresh
+            for folder in (fresh, *(entry for entry in fresh.rglob("*") if entry.is_dir())):
                 sync_folder(folder)
-            partial.rename(out)
+            fresh.rename(out)
+            partial.rmdir()
             sync_folder(out.parent)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)

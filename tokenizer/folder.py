@@ -10,8 +10,9 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ VERSION = 1
 
 TOKENIZER_FILES = frozenset({MODEL_FILE, DESCRIPTION_FILE, TRAINING_FILE})
 
+_LOCK_SECONDS = 10.0
 _FRESH, _RETIRED = "fresh", "retired"  # within a working folder: the new files, and for a moment the old ones
 
 
@@ -140,13 +142,29 @@ def _working_folder(place: Path, name: str) -> Iterator[Path]:
     """
     handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with suppress(OSError):  # some network file systems have no locks: then leftovers stay
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        if _locked(handle):
             _remove_leftovers(place, name)
         with tempfile.TemporaryDirectory(prefix=f".{name}.", suffix=".partial", dir=place) as work:
             yield Path(work)
     finally:
         os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    """Lock a folder. False where the file system has no locks, or something else keeps it locked for longer than any
+    tokenizer takes: then leftovers stay.
+    """
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        except OSError:
+            return False
 
 
 def _remove_leftovers(place: Path, name: str) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -171,3 +172,16 @@ def test_a_disk_that_fills_up_names_the_folder_as_it_was_written(
         publish(NEW, Path("t"), overwrite=True)
     assert contents(tmp_path / "t") == OLD
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+def test_a_place_that_something_else_keeps_locked_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LOCK_SECONDS", 0.05)
+    handle = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        publish({"a": b"1"}, tmp_path / "t", overwrite=False)
+    finally:
+        os.close(handle)
+    assert (tmp_path / "t" / "a").read_bytes() == b"1"

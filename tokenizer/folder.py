@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,8 @@ def _working_folder(place: Path, name: str) -> Iterator[Path]:
     handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if _locked(handle):
-            _remove_leftovers(place, name)
+            with suppress(OSError):  # what can't be removed does no harm
+                _remove_leftovers(place, name)
         with tempfile.TemporaryDirectory(prefix=f".{name}.", suffix=".partial", dir=place) as work:
             yield Path(work)
     finally:
@@ -169,7 +170,9 @@ def _locked(handle: int) -> bool:
 
 def _remove_leftovers(place: Path, name: str) -> None:
     for left in place.iterdir():
-        if not re.fullmatch(rf"\.{re.escape(name)}\.[a-z0-9_]{{8}}\.partial", left.name) or left.is_symlink():
+        if not re.fullmatch(rf"\.{re.escape(name)}\.[a-z0-9_]{{8}}\.partial", left.name):
+            continue
+        if left.is_symlink() or not left.is_dir():
             continue
         if {entry.name for entry in left.iterdir()} <= {_FRESH, _RETIRED}:
             if (left / _RETIRED).exists() and not (place / name).exists():  # killed between two renames

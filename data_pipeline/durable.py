@@ -48,10 +48,10 @@ def write_file(path: Path, content: bytes) -> None:
 
 def file_sha256(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
     """SHA-256 of a file in hex; `on_bytes` hears of every piece read."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(1 << 18))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
             if on_bytes is not None:
-                on_bytes(len(piece))
+                on_bytes(count)
     return digest.hexdigest()

@@ -45,8 +45,8 @@ import zlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from io import RawIOBase
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -77,6 +77,7 @@ _MAGIC = {"bin": b"ZHTOKENS", "idx": b"ZHTINDEX"}
 _SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OPEN_FILES = 64
 _ENDS_KEPT = 1 << 17
+_BUFFER_BYTES = 1 << 18
 
 Int64Array = npt.NDArray[np.int64]
 Tokens: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -236,7 +237,7 @@ class ShardInfo:
 class ShardWriter:
     """Writes one shard under temporary names; `publish` gives both files their names, `discard` removes them.
 
-    Memory, whatever the shard's size: one CRC block (16 MiB) and a megabyte of document ends.
+    Memory, whatever the shard's size: buffers of two megabytes.
     """
 
     def __init__(self, folder: Path, stem: str, *, vocab_size: int, eos_id: int, fingerprint: str) -> None:
@@ -245,22 +246,16 @@ class ShardWriter:
         self._folder, self._stem = folder, stem
         self._vocab_size, self._eos_id, self._fingerprint = vocab_size, eos_id, fingerprint
         self._width = token_width(vocab_size)
-        self._block = np.empty(CRC_BLOCK_BYTES // self._width, f"<u{self._width}")
-        self._filled = 0
+        self._crc, self._block_bytes = 0, 0  # of the token block under way
         self._ends: list[npt.NDArray[Any]] = []  # of documents that are not in the .idx yet
         self._waiting_ends = 0
         self._crcs: list[int] = []
         self._index_crc = 0
         self.tokens, self.documents, self.text_bytes, self._largest = 0, 0, 0, eos_id
         self._bin_path, self._idx_path = (temporary_name(folder / f"{stem}.{kind}") for kind in ("bin", "idx"))
-        self._bin = self._bin_path.open("wb", buffering=0)
-        self._idx = self._idx_path.open("wb", buffering=0)
-        try:
-            for file in (self._bin, self._idx):
-                _write_all(file, bytes(HEADER_BYTES))
-        except OSError:
-            self.discard()
-            raise
+        self._bin, self._idx = (path.open("wb", _BUFFER_BYTES) for path in (self._bin_path, self._idx_path))
+        for file in (self._bin, self._idx):
+            file.write(bytes(HEADER_BYTES))
 
     def add(self, ids: npt.ArrayLike, text_bytes: int) -> None:
         """Append one document: its ids (1-D integers, no EOS), which is then closed by EOS, and the size of its text.
@@ -288,14 +283,7 @@ class ShardWriter:
         if np.count_nonzero(is_eos) != len(ends) or not is_eos[ends - 1].all():
             raise DataFormatError(f"a document holds the EOS id {self._eos_id}; only its end may")
         self._largest = max(self._largest, high)
-        position = 0
-        while position < len(ids):
-            count = min(len(ids) - position, len(self._block) - self._filled)
-            self._block[self._filled : self._filled + count] = ids[position : position + count]
-            self._filled += count
-            position += count
-            if self._filled == len(self._block):
-                self._write_block()
+        self._write_tokens(np.ascontiguousarray(ids, f"<u{self._width}").data.cast("B"))
         self._ends.append(ends.astype("<u8") + np.uint64(self.tokens))
         self._waiting_ends += len(ends)
         if self._waiting_ends >= _ENDS_KEPT:
@@ -304,11 +292,20 @@ class ShardWriter:
         self.documents += len(ends)
         self.text_bytes += text_bytes
 
-    def _write_block(self) -> None:
-        block = self._block[: self._filled].data.cast("B")
-        self._crcs.append(zlib.crc32(block))
-        _write_all(self._bin, block)
-        self._filled = 0
+    def _write_tokens(self, raw: memoryview) -> None:
+        """In parts that are still in the CPU's cache."""
+        while raw:
+            part = raw[: CRC_BLOCK_BYTES - self._block_bytes]
+            self._crc = zlib.crc32(part, self._crc)
+            self._bin.write(part)
+            self._block_bytes += len(part)
+            if self._block_bytes == CRC_BLOCK_BYTES:
+                self._end_block()
+            raw = raw[len(part) :]
+
+    def _end_block(self) -> None:
+        self._crcs.append(self._crc)
+        self._crc, self._block_bytes = 0, 0
 
     def _write_ends(self) -> None:
         self._write_index(b"".join(ends.tobytes() for ends in self._ends))
@@ -316,12 +313,12 @@ class ShardWriter:
 
     def _write_index(self, raw: bytes) -> None:
         self._index_crc = zlib.crc32(raw, self._index_crc)
-        _write_all(self._idx, raw)
+        self._idx.write(raw)
 
     def publish(self) -> ShardInfo:
         """Finish, sync and name both files. The shard exists from the moment its .bin has its name."""
-        if self._filled:
-            self._write_block()
+        if self._block_bytes:
+            self._end_block()
         self._write_ends()
         self._write_index(np.array(self._crcs, "<u4").tobytes())
         for file, kind, crc in ((self._bin, "bin", 0), (self._idx, "idx", self._index_crc)):
@@ -330,7 +327,8 @@ class ShardWriter:
                 self._fingerprint, self.text_bytes, crc,
             )  # fmt: skip
             file.seek(0)
-            _write_all(file, header.to_bytes())
+            file.write(header.to_bytes())
+            file.flush()
             os.fsync(file.fileno())
             file.close()
         info = ShardInfo(
@@ -345,15 +343,9 @@ class ShardWriter:
     def discard(self) -> None:
         """Close and remove what has no name yet; safe to call at any time."""
         for file, path in ((self._bin, self._bin_path), (self._idx, self._idx_path)):
-            file.close()
+            with suppress(OSError):  # a full disk, which has been told
+                file.close()
             path.unlink(missing_ok=True)
-
-
-def _write_all(file: RawIOBase, raw: bytes | memoryview) -> None:
-    """An unbuffered file may take less than it is given: the kernel stops at 2 GiB, or where the disk is full."""
-    rest = memoryview(raw)
-    while rest:
-        rest = rest[file.write(rest) :]
 
 
 # ---------------------------------------------------------------- reading

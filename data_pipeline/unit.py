@@ -10,14 +10,13 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
 from data_pipeline.corpus import (
@@ -49,7 +48,6 @@ from tokenizer.codec import BATCH_BYTES, Codec
 RECEIPT_FORMAT = "zerohalf-receipt"
 _MOST = 2**62
 _BATCH_DOCUMENTS = 1 << 14
-_HASHED_BYTES = 1 << 20
 
 
 class PrepareError(ValueError):
@@ -204,14 +202,13 @@ class PieceReading:
         def hear(count: int) -> None:
             self.progress.add(input_bytes=count)
 
-        items, item = 0, None
-        with _Sha256() as digest:
-            given = read_piece(self.piece, self.options.text_field, hear, on_raw=digest.update)
-            for items, item in enumerate(given, 1):  # noqa: B007 - wanted behind the loop
-                if self.strict and isinstance(item, Dropped):
-                    raise PrepareError(f"{self._where(item)}: {item.reason} {item.detail}".rstrip() + " (--strict)")
-                yield item
-            self._sha256 = digest.hexdigest()
+        items, item, digest = 0, None, hashlib.sha256()
+        given = read_piece(self.piece, self.options.text_field, hear, on_raw=digest.update)
+        for items, item in enumerate(given, 1):  # noqa: B007 - wanted behind the loop
+            if self.strict and isinstance(item, Dropped):
+                raise PrepareError(f"{self._where(item)}: {item.reason} {item.detail}".rstrip() + " (--strict)")
+            yield item
+        self._sha256 = digest.hexdigest()
         self._items = items - (item is not None and item.position == 0)  # an empty file holds nothing
 
     def record(self) -> dict[str, Any]:
@@ -228,43 +225,6 @@ class PieceReading:
     def _where(self, item: Dropped) -> str:
         """File and line, the line counted from the file's start at the cost of reading up to it."""
         return f"{item.path}:{item.position + lines_before(self.piece)}"
-
-
-class _Sha256:
-    """SHA-256 of bytes that come in small parts; a thread hashes a megabyte at a time while more is read."""
-
-    def __init__(self) -> None:
-        self._digest = hashlib.sha256()
-        self._parts: list[bytes] = []
-        self._bytes = 0
-        self._pool: ThreadPoolExecutor | None = None
-        self._hashed: Future[None] | None = None
-
-    def __enter__(self) -> _Sha256:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-
-    def update(self, part: bytes) -> None:
-        self._parts.append(part)
-        self._bytes += len(part)
-        if self._bytes >= _HASHED_BYTES:
-            self._wait()
-            if self._pool is None:  # made here, for files of this size: not one for each of many small ones
-                self._pool = ThreadPoolExecutor(1)
-            self._hashed = self._pool.submit(self._digest.update, b"".join(self._parts))
-            self._parts, self._bytes = [], 0
-
-    def hexdigest(self) -> str:
-        self._wait()
-        self._digest.update(b"".join(self._parts))
-        return self._digest.hexdigest()
-
-    def _wait(self) -> None:
-        if self._hashed is not None:
-            self._hashed.result()
 
 
 def pass_filters(document: Document, filters: Sequence[Filter]) -> Document | Remark:
@@ -284,6 +244,8 @@ class UnitWork:
     """One unit done in two halves: `read` its documents into unnamed shards, then `publish` them with ledger and
     receipt, durably. The second half waits for the disk mostly, so another unit may be read meanwhile.
 
+    `helper`, a thread, hashes documents for their split while they are tokenized: neither needs the interpreter.
+
     Whatever fails leaves nothing behind.
     """
 
@@ -294,12 +256,13 @@ class UnitWork:
         options: Options,
         codec: Codec,
         filters: Sequence[Filter],
+        helper: Executor,
         *,
         strict: bool,
         progress: Progress,
     ) -> None:
         self._place, self._unit, self._options, self._codec = place, unit, options, codec
-        self._filters, self._strict, self._progress = filters, strict, progress
+        self._filters, self._helper, self._strict, self._progress = filters, helper, strict, progress
         self._batch: list[bytes] = []
         self._batch_bytes = 0
         self._writers: dict[SplitName, ShardWriter] = {}
@@ -387,17 +350,15 @@ class UnitWork:
             raise StopWork
         if not self._batch:
             return
+        sides = self._helper.submit(held_out, self._batch, self._options.validation_fraction)
         ids, ends = self._codec.encode_batch(self._batch)
         eos = np.array([self._codec.eos_id], ids.dtype)
         rows = [ids[start:stop] for start, stop in pairwise([0, *ends.tolist()])]
         lengths = np.diff(ends.astype(np.int64), prepend=0) + 1
         sizes = np.fromiter(map(len, self._batch), np.int64, len(self._batch))
-        is_held_out = np.array(held_out(self._batch, self._options.validation_fraction))
-        sides: tuple[tuple[SplitName, npt.NDArray[np.bool_]], ...] = (
-            ("train", ~is_held_out),
-            ("validation", is_held_out),
-        )
-        for split, is_mine in sides:
+        is_held_out = np.array(sides.result())
+        splits: tuple[tuple[SplitName, Any], ...] = (("train", ~is_held_out), ("validation", is_held_out))
+        for split, is_mine in splits:
             mine = np.flatnonzero(is_mine)
             if len(mine):
                 parts = [part for number in mine.tolist() for part in (rows[number], eos)]

@@ -28,6 +28,7 @@ from pretrain.checkpoint import CheckpointError, TrainState, choose, list_checkp
 from pretrain.config import parse_recipe, to_toml
 from pretrain.evaluate import evaluate_checkpoint
 from pretrain.metrics import read_metrics
+from pretrain.runtime import LAUNCHER_VARIABLES
 from pretrain.train import Inputs
 from tests.pretrain.test_resume import assert_same_checkpoint, train_case
 from tests.ranks import run_ranks
@@ -214,6 +215,9 @@ def command(
     recipe.write_text(to_toml(parse_recipe(runs["best_fit"].tables)))
 
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main has its own
+    for name in LAUNCHER_VARIABLES:  # main fills them in; they must not stay for what is tested later
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
     def run(verb: str, *arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["pretrain", verb, str(recipe), *map(str, arguments)])

@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -48,6 +48,7 @@ from tokenizer.codec import BATCH_BYTES, Codec
 RECEIPT_FORMAT = "zerohalf-receipt"
 _MOST = 2**62
 _BATCH_DOCUMENTS = 1 << 14
+_HASHED_BYTES = 1 << 22
 
 
 class PrepareError(ValueError):
@@ -192,6 +193,7 @@ class PieceReading:
     options: Options
     progress: Progress
     strict: bool
+    helper: Executor | None = None
 
     def __post_init__(self) -> None:
         self._items, self._sha256 = 0, ""
@@ -202,7 +204,7 @@ class PieceReading:
         def hear(count: int) -> None:
             self.progress.add(input_bytes=count)
 
-        items, item, digest = 0, None, hashlib.sha256()
+        items, item, digest = 0, None, _Sha256(self.helper)
         given = read_piece(self.piece, self.options.text_field, hear, on_raw=digest.update)
         for items, item in enumerate(given, 1):  # noqa: B007 - wanted behind the loop
             if self.strict and isinstance(item, Dropped):
@@ -227,6 +229,38 @@ class PieceReading:
         return f"{item.path}:{item.position + lines_before(self.piece)}"
 
 
+class _Sha256:
+    """SHA-256 of bytes that come in small parts. A helper, if there is one, hashes megabytes while more is read; in one
+    call, since each takes the interpreter's lock.
+    """
+
+    def __init__(self, helper: Executor | None) -> None:
+        self._digest, self._helper = hashlib.sha256(), helper
+        self._parts: list[bytes] = []
+        self._bytes = 0
+        self._hashed: Future[None] | None = None
+
+    def update(self, part: bytes) -> None:
+        if self._helper is None:
+            self._digest.update(part)
+            return
+        self._parts.append(part)
+        self._bytes += len(part)
+        if self._bytes >= _HASHED_BYTES:
+            self._wait()
+            self._hashed = self._helper.submit(self._digest.update, b"".join(self._parts))
+            self._parts, self._bytes = [], 0
+
+    def hexdigest(self) -> str:
+        self._wait()
+        self._digest.update(b"".join(self._parts))
+        return self._digest.hexdigest()
+
+    def _wait(self) -> None:
+        if self._hashed is not None:
+            self._hashed.result()
+
+
 def pass_filters(document: Document, filters: Sequence[Filter]) -> Document | Remark:
     """The document behind all filters, or the first reason to drop it."""
     for passes in filters:
@@ -244,7 +278,7 @@ class UnitWork:
     """One unit done in two halves: `read` its documents into unnamed shards, then `publish` them with ledger and
     receipt, durably. The second half waits for the disk mostly, so another unit may be read meanwhile.
 
-    `helper`, a thread, hashes documents for their split while they are tokenized: neither needs the interpreter.
+    `helper`, a thread, hashes the bytes of the input meanwhile.
 
     Whatever fails leaves nothing behind.
     """
@@ -278,7 +312,7 @@ class UnitWork:
         """
         try:
             for number, (piece, facts) in enumerate(zip(self._unit.pieces, self._unit.facts, strict=True)):
-                reading = PieceReading(piece, facts, self._options, self._progress, self._strict)
+                reading = PieceReading(piece, facts, self._options, self._progress, self._strict, self._helper)
                 for item in reading:
                     self._take(number, item)
                 record = reading.record()
@@ -350,13 +384,12 @@ class UnitWork:
             raise StopWork
         if not self._batch:
             return
-        sides = self._helper.submit(held_out, self._batch, self._options.validation_fraction)
         ids, ends = self._codec.encode_batch(self._batch)
         eos = np.array([self._codec.eos_id], ids.dtype)
         rows = [ids[start:stop] for start, stop in pairwise([0, *ends.tolist()])]
         lengths = np.diff(ends.astype(np.int64), prepend=0) + 1
         sizes = np.fromiter(map(len, self._batch), np.int64, len(self._batch))
-        is_held_out = np.array(sides.result())
+        is_held_out = np.array(held_out(self._batch, self._options.validation_fraction))
         splits: tuple[tuple[SplitName, Any], ...] = (("train", ~is_held_out), ("validation", is_held_out))
         for split, is_mine in splits:
             mine = np.flatnonzero(is_mine)

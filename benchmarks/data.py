@@ -3,17 +3,17 @@
     python benchmarks/data.py [--corpus DIR]
 
 In one process: `prepare` with one worker, jsonl in and shards out, start and end included; what people write first
-(json, SentencePieceProcessor, numpy, one file); and `Codec.encode_documents` over the same texts in memory, nothing
-read or written. Then `prepare` with two workers. All in turn on the same texts, several times; medians; the ids must
-be the same. `prepare` reads --copies hard links of one file, each a unit of work.
+(json, SentencePieceProcessor, numpy, one file), on the first of --files; and `Codec.encode_documents` over the same
+texts in memory, nothing read or written. Then `prepare` with two workers. All in turn on the same texts, several times;
+medians; the ids must be the same. Encoders begin each measurement with empty caches, as they meet text in life.
 
 Worker processes take a second to start, which a long run does not notice: so their speed, and that of the one worker
-beside them, is that of the text which a run of --copies has more than a run of two.
+beside them, is that of the text which a run over all files has more than a run over two.
 
 Without --corpus the project's sample stands for one: 4 MB are too few to measure, so lines of its documents are mixed
-into new documents until there are --megabytes of them. The words stay the same; a real corpus has more rare ones, which
-slows the encoders. --corpus takes a folder of .jsonl files (also .gz, .zst), such as corpus.py makes; --megabytes of it
-are drawn.
+into new documents until there are enough. The words stay the same, so the encoders' caches serve more often than in a
+real corpus: the bare encoder, which does nothing else, gains most. --corpus takes a folder of .jsonl files (also .gz,
+.zst), such as corpus.py makes, and measures --files times --megabytes of it, or all it has.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ sys.path.insert(0, str(ROOT))  # or `import tokenizer` would find the script of 
 from data_pipeline.corpus import Document, read_documents  # noqa: E402
 from data_pipeline.prepare import Options, prepare  # noqa: E402
 from data_pipeline.shards import TokenStream, open_collection  # noqa: E402
+from tokenizer import codec as codec_module  # noqa: E402
 from tokenizer.codec import MODEL_FILE, Codec  # noqa: E402
 from tokenizer.train import train  # noqa: E402
 
@@ -51,15 +52,17 @@ SHORT = 2  # files in a short run
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=Path, help="folder of .jsonl files; without it the sample, shuffled")
-    parser.add_argument("--megabytes", type=float, default=24, help="text to measure with (default 24)")
+    parser.add_argument("--corpus", type=Path, help="folder of .jsonl files; without it the sample, mixed")
+    parser.add_argument("--megabytes", type=float, default=16, help="text of a file, which is a unit (default 16)")
+    parser.add_argument("--files", type=int, default=12, help="files, more than two (default 12)")
     parser.add_argument("--vocab-size", type=int, default=32_000)
     parser.add_argument("--repetitions", type=int, default=3, help="of everything, in turn (default 3)")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--copies", type=int, default=10, help="files of --megabytes that prepare reads (default 10)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="report as JSON")
     options = parser.parse_args()
+    if options.files <= SHORT:
+        parser.error(f"--files {options.files}: take more than {SHORT}")
     with tempfile.TemporaryDirectory(prefix="zerohalf-benchmark-") as folder:
         report = measure(options, Path(folder))
     print(json.dumps(report, indent=2) if options.json else to_text(report))
@@ -67,38 +70,35 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All figures: rates in bytes of UTF-8 text per second, ratios of medians."""
-    rng = random.Random(options.seed)
-    texts = list(corpus_texts(options.corpus, rng, options.megabytes * 1e6))
-    text_bytes = sum(len(text.encode()) for text in texts)
-    train(texts, folder / "tokenizer", vocab_size=options.vocab_size, sample_bytes=TRAINING_BYTES)
-    bench = PrepareBench.make(folder, texts, options)
+    bench = PrepareBench.make(folder, options)
     bench.assert_same_ids()
     seconds: dict[str, list[float]] = {}
     for _ in range(options.repetitions):
         for name, run in bench.runs().items():
+            forget_caches(folder)
             seconds.setdefault(name, []).append(seconds_of(run))
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    grown = (options.copies - SHORT) * text_bytes
-    one, many = (grown / (medians[f"{name}, long"] - medians[f"{name}, short"]) for name in ("1 worker", "workers"))
+    first, short, whole = (sum(bench.sizes[:count]) for count in (1, SHORT, len(bench.sizes)))
     rates = {
-        "prepare": options.copies * text_bytes / medians["1 worker, long"],
-        "usual_script": text_bytes / medians["usual script"],
-        "bare_encoder": SHORT * text_bytes / medians["bare encoder"],
-        "prepare_1_worker_steady": one,
-        "prepare_workers_steady": many,
+        "prepare": whole / medians["1 worker, all"],
+        "usual_script": first / medians["usual script"],
+        "bare_encoder": whole / medians["bare encoder"],
+        "prepare_1_worker_steady": (whole - short) / (medians["1 worker, all"] - medians["1 worker, two files"]),
+        "prepare_workers_steady": (whole - short) / (medians["workers, all"] - medians["workers, two files"]),
     }
     return {
-        "corpus": options.corpus.name if options.corpus else "sample, shuffled",
-        "text_bytes": text_bytes,
-        "documents": len(texts),
+        "corpus": options.corpus.name if options.corpus else "sample, mixed",
+        "text_bytes": whole,
+        "files": len(bench.sizes),
+        "documents": len(bench.texts),
         "vocab_size": options.vocab_size,
-        "encoder": bench.codec.encoder,
+        "encoder": Codec.load(folder / "tokenizer").encoder,
         "repetitions": options.repetitions,
         "workers": options.workers,
         "bytes_per_second": rates,
         "ratio_to_usual_script": rates["prepare"] / rates["usual_script"],
         "ratio_to_bare_encoder": rates["prepare"] / rates["bare_encoder"],
-        "ratio_of_workers": many / one,
+        "ratio_of_workers": rates["prepare_workers_steady"] / rates["prepare_1_worker_steady"],
         "seconds": seconds,
         "cpus": os.cpu_count(),
         "load": os.getloadavg()[0],
@@ -107,45 +107,50 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PrepareBench:
-    """The texts as jsonl, once and as hard links for more units of the same size; and what is measured on them."""
+    """The texts in memory and as jsonl files of `sizes` bytes of text, each a unit; and what is measured on them."""
 
     folder: Path
     texts: list[str]
     files: list[Path]
-    codec: Codec
+    sizes: list[int]
     workers: int
 
     @classmethod
-    def make(cls, folder: Path, texts: list[str], options: argparse.Namespace) -> PrepareBench:
-        first = folder / "000.jsonl"
-        with first.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-        files = [first, *(folder / f"{number:03d}.jsonl" for number in range(1, options.copies))]
-        for file in files[1:]:
-            os.link(first, file)
-        return cls(folder, texts, files, Codec.load(folder / "tokenizer"), options.workers)
+    def make(cls, folder: Path, options: argparse.Namespace) -> PrepareBench:
+        """SystemExit: the corpus is too small for so many files."""
+        rng = random.Random(options.seed)
+        texts = list(corpus_texts(options.corpus, rng, options.files * options.megabytes * 1e6))
+        train(texts, folder / "tokenizer", vocab_size=options.vocab_size, sample_bytes=TRAINING_BYTES)
+        files, sizes = [folder / "00.jsonl"], [0]
+        whole = sum(len(text.encode()) for text in texts)
+        for text in texts:
+            if sizes[-1] >= whole / options.files:
+                files.append(folder / f"{len(files):02d}.jsonl")
+                sizes.append(0)
+            with files[-1].open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+            sizes[-1] += len(text.encode())
+        if len(files) <= SHORT:
+            sys.exit(f"error: {len(texts)} documents are too few for {options.files} files")
+        return cls(folder, texts, files, sizes, options.workers)
 
     def runs(self) -> dict[str, Callable[[], object]]:
         """Everything to be timed, by name."""
         return {
-            "bare encoder": lambda: [self.encode_in_memory() for _ in range(SHORT)],
-            "1 worker, short": lambda: self.prepare(SHORT, 1),
+            "bare encoder": lambda: sum(1 for _ in Codec.load(self.folder / "tokenizer").encode_documents(self.texts)),
+            "1 worker, all": lambda: self.prepare(len(self.files), 1),
             "usual script": self.usual_script,
-            "1 worker, long": lambda: self.prepare(len(self.files), 1),
-            "workers, short": lambda: self.prepare(SHORT, self.workers),
-            "workers, long": lambda: self.prepare(len(self.files), self.workers),
+            "1 worker, two files": lambda: self.prepare(SHORT, 1),
+            "workers, all": lambda: self.prepare(len(self.files), self.workers),
+            "workers, two files": lambda: self.prepare(SHORT, self.workers),
         }
 
-    def encode_in_memory(self) -> None:
-        for _ in self.codec.encode_documents(self.texts):
-            pass
-
-    def prepare(self, copies: int, workers: int, *, validation_fraction: float = 0.02) -> Path:
+    def prepare(self, files: int, workers: int, *, validation_fraction: float = 0.02) -> Path:
         out = self.folder / "out"
         shutil.rmtree(out, ignore_errors=True)
-        unit_bytes = self.files[0].stat().st_size  # so a file is a unit
+        unit_bytes = max(file.stat().st_size for file in self.files)  # so none is cut, and no two are joined
         options = Options(validation_fraction=validation_fraction, unit_bytes=unit_bytes)
-        prepare({"corpus": self.files[:copies]}, self.folder / "tokenizer", out, options, workers=workers)
+        prepare({"corpus": self.files[:files]}, self.folder / "tokenizer", out, options, workers=workers)
         return out
 
     def usual_script(self) -> Path:
@@ -161,15 +166,21 @@ class PrepareBench:
         return path
 
     def assert_same_ids(self) -> None:
-        """The three ways give the same ids. Once, untimed, and without held-out documents: they would stand apart."""
-        stream = TokenStream(
-            open_collection(self.prepare(1, 1, validation_fraction=0)).sources["corpus"].splits["train"]
-        )
+        """All ways give the same ids. Once, untimed, and without held-out documents: they would stand apart."""
+        out = self.prepare(len(self.files), 1, validation_fraction=0)
+        stream = TokenStream(open_collection(out).sources["corpus"].splits["train"])
         ours = stream.read(0, stream.tokens)
         usual = np.fromfile(self.usual_script(), ours.dtype)
-        bare = [one for ids in self.codec.encode_documents(self.texts) for one in (ids, [self.codec.eos_id])]
-        if not np.array_equal(ours, usual) or not np.array_equal(ours, np.concatenate(bare)):
+        codec = Codec.load(self.folder / "tokenizer")
+        bare = [one for ids in codec.encode_documents(self.texts) for one in (ids, [codec.eos_id])]
+        if not np.array_equal(ours[: len(usual)], usual) or not np.array_equal(ours, np.concatenate(bare)):
             sys.exit("error: the ids differ")
+
+
+def forget_caches(folder: Path) -> None:
+    """The next encoder of this process has met no text yet. Loading and its self-test are over: no part of a figure."""
+    codec_module._encoders.cache_clear()
+    Codec.load(folder / "tokenizer")
 
 
 def corpus_texts(corpus: Path | None, rng: random.Random, size: float) -> Iterator[str]:
@@ -211,8 +222,8 @@ def to_text(report: dict[str, Any]) -> str:
     workers = report["workers"]
     return "\n".join(
         [
-            f"text                    {report['text_bytes'] / 1e6:,.1f} MB, {report['documents']:,} documents,"
-            f" {report['corpus']}; vocabulary {report['vocab_size']:,}",
+            f"text                    {report['text_bytes'] / 1e6:,.1f} MB in {report['files']} files,"
+            f" {report['documents']:,} documents, {report['corpus']}; vocabulary {report['vocab_size']:,}",
             f"repetitions             {report['repetitions']}, in turn; medians; the ids of all are the same",
             f"prepare, 1 worker       {rates['prepare']}",
             f"usual script            {rates['usual_script']}, so prepare is"

@@ -258,16 +258,16 @@ def test_the_benchmark_of_prepare_compares_what_gives_the_same_ids(tmp_path: Pat
     """In its smallest form, and what it says when an id differs."""
     data: Any = script("data")
     options = argparse.Namespace(
-        corpus=None, megabytes=0.2, vocab_size=2500, repetitions=1, workers=1, copies=3, seed=1, json=False
+        corpus=None, megabytes=0.06, vocab_size=2500, repetitions=1, workers=1, files=3, seed=1, json=False
     )
     report = data.measure(options, tmp_path)
-    assert report["text_bytes"] > 190_000
+    assert report["text_bytes"] > 170_000
+    assert report["files"] == 3
     assert report["ratio_to_usual_script"] > 0
     assert "× as fast" in data.to_text(report)
     texts = list(data.corpus_texts(None, random.Random(2), 12e6))
     assert 12e6 < sum(len(text.encode()) for text in texts) < 12.2e6
     assert len(set(texts)) > 0.98 * len(texts)
-    codec = data.Codec.load(tmp_path / "tokenizer")
-    bench = data.PrepareBench(tmp_path, [*texts[:3], "another"], [tmp_path / "000.jsonl"], codec, 1)
+    bench = data.PrepareBench(tmp_path, [*texts[:3], "another"], [tmp_path / "00.jsonl"], [], 1)
     with pytest.raises(SystemExit, match="differ"):
         bench.assert_same_ids()

@@ -75,7 +75,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {}
     for _ in range(options.repetitions):
         for name, run in bench.runs().items():
-            forget_caches(folder)
+            start_afresh(folder)
             seconds.setdefault(name, []).append(seconds_of(run))
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     first, short, whole = (sum(bench.sizes[:count]) for count in (1, SHORT, len(bench.sizes)))
@@ -147,7 +147,6 @@ class PrepareBench:
 
     def prepare(self, files: int, workers: int, *, validation_fraction: float = 0.02) -> Path:
         out = self.folder / "out"
-        shutil.rmtree(out, ignore_errors=True)
         unit_bytes = max(file.stat().st_size for file in self.files)  # so none is cut, and no two are joined
         options = Options(validation_fraction=validation_fraction, unit_bytes=unit_bytes)
         prepare({"corpus": self.files[:files]}, self.folder / "tokenizer", out, options, workers=workers)
@@ -167,6 +166,7 @@ class PrepareBench:
 
     def assert_same_ids(self) -> None:
         """All ways give the same ids. Once, untimed, and without held-out documents: they would stand apart."""
+        start_afresh(self.folder)
         out = self.prepare(len(self.files), 1, validation_fraction=0)
         stream = TokenStream(open_collection(out).sources["corpus"].splits["train"])
         ours = stream.read(0, stream.tokens)
@@ -177,8 +177,11 @@ class PrepareBench:
             sys.exit("error: the ids differ")
 
 
-def forget_caches(folder: Path) -> None:
-    """The next encoder of this process has met no text yet. Loading and its self-test are over: no part of a figure."""
+def start_afresh(folder: Path) -> None:
+    """No output stands there, and the next encoder of this process has met no text yet. Removing the one and loading the
+    other, with its self-test, are no part of a figure.
+    """
+    shutil.rmtree(folder / "out", ignore_errors=True)
     codec_module._encoders.cache_clear()
     Codec.load(folder / "tokenizer")
 

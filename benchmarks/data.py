@@ -178,8 +178,8 @@ class PrepareBench:
 
 
 def start_afresh(folder: Path) -> None:
-    """No output stands there, and the next encoder of this process has met no text yet. Removing the one and loading the
-    other, with its self-test, are no part of a figure.
+    """No output stands there, and the next encoder of this process has met no text yet. Removing the one, and loading
+    the other with its self-test, are no part of a figure.
     """
     shutil.rmtree(folder / "out", ignore_errors=True)
     codec_module._encoders.cache_clear()

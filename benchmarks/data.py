@@ -40,7 +40,8 @@ sys.path.insert(0, str(ROOT))  # or `import tokenizer` would find the script of 
 
 from data_pipeline.corpus import Document, read_documents  # noqa: E402
 from data_pipeline.prepare import Options, prepare  # noqa: E402
-from data_pipeline.shards import TokenStream, open_collection  # noqa: E402
+from data_pipeline.shards import open_collection  # noqa: E402
+from data_pipeline.stream import TokenStream  # noqa: E402
 from tokenizer import codec as codec_module  # noqa: E402
 from tokenizer.codec import MODEL_FILE, Codec  # noqa: E402
 from tokenizer.train import train  # noqa: E402

@@ -30,7 +30,8 @@ from data_pipeline.corpus import Document, find_files, plan_units, read_piece
 from data_pipeline.loader import Loader
 from data_pipeline.order import Address, Permutation, SampleOrder
 from data_pipeline.prepare import Options, prepare
-from data_pipeline.shards import TokenStream, open_collection
+from data_pipeline.shards import open_collection
+from data_pipeline.stream import TokenStream
 from tokenizer.train import train
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -359,7 +359,8 @@ def trace_command(
     """
     from data_pipeline.inspection import choose_codec
     from data_pipeline.recorded_run import read_run
-    from data_pipeline.shards import DataFormatError, TokenStream
+    from data_pipeline.shards import DataFormatError
+    from data_pipeline.stream import TokenStream
     from data_pipeline.trace import documents_read, reads_of_document, samples_of_step, tell
 
     if (step is None) == (doc is None):

@@ -20,7 +20,8 @@ import numpy as np
 from data_pipeline.durable import write_file
 from data_pipeline.order import PackingMode
 from data_pipeline.packing import PackingFigures, measure_packing
-from data_pipeline.shards import SPLITS, Collection, DataFormatError, Source, Split, SplitName, TokenStream
+from data_pipeline.shards import SPLITS, Collection, DataFormatError, Source, Split, SplitName
+from data_pipeline.stream import TokenStream
 from tokenizer.codec import Codec
 
 SAMPLED_DOCUMENTS = 200

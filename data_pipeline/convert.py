@@ -37,10 +37,10 @@ from data_pipeline.shards import (
     ShardInfo,
     ShardWriter,
     SplitName,
-    TokenStream,
     open_collection,
     render_manifest,
 )
+from data_pipeline.stream import TokenStream
 from data_pipeline.token_formats import (
     LLMC_HEADER_BYTES,
     LLMC_VERSIONS,

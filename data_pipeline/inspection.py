@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_pipeline.origins import Lost, find_origins
-from data_pipeline.shards import SPLITS, Collection, DataFormatError, Source, Split, SplitName, TokenStream
+from data_pipeline.shards import SPLITS, Collection, DataFormatError, Source, Split, SplitName
+from data_pipeline.stream import TokenStream
 from tokenizer.codec import Codec
 
 

@@ -33,7 +33,7 @@ Pieces: TypeAlias = Sequence[tuple[int, int]]  # (first, end) of the tokens read
 
 
 class Stream(Protocol):
-    """What is read here: a row of tokens, as `shards.TokenStream` is."""
+    """What is read here: a row of tokens, as `stream.TokenStream` is."""
 
     tokens: int
     dtype: np.dtype[Any]

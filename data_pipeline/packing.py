@@ -28,7 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.order import PackingMode
-from data_pipeline.shards import Split, TokenStream
+from data_pipeline.shards import Split
+from data_pipeline.stream import TokenStream
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -1,4 +1,4 @@
-"""Token files, version 1: write, read and check them. The byte layout below is fixed for good.
+"""Token files, version 1: write them, open them, check them. The byte layout below is fixed for good.
 
 A data set is a folder of shards; a shard is two files, ``train-00000.bin`` and ``train-00000.idx``.
 Every number is little-endian. Both files begin with a header of 4096 bytes:
@@ -30,8 +30,6 @@ where each document ends, counted in tokens from the shard's start, its EOS incl
 The token width follows the largest id the tokenizer can give (vocab size - 1), never the data or a file's size.
 
 A collection is a folder of data sets, one a source, made with one tokenizer: see `open_collection`.
-
-Tokens are read with pread, not through a memory map: a file cut while it is in use then gives an error, not SIGBUS.
 """
 
 from __future__ import annotations
@@ -40,15 +38,11 @@ import hashlib
 import os
 import re
 import struct
-import threading
 import zlib
-from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -75,12 +69,10 @@ _HEADER = struct.Struct("<8s4I5Q32s2QI")
 _CRC = struct.Struct("<I")
 _MAGIC = {"bin": b"ZHTOKENS", "idx": b"ZHTINDEX"}
 _SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_OPEN_FILES = 64
 _ENDS_KEPT = 1 << 17
 _BUFFER_BYTES = 1 << 18
 
 Int64Array = npt.NDArray[np.int64]
-Tokens: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 
 class DataFormatError(ValueError):
@@ -479,143 +471,6 @@ def check_shard(shard: ShardInfo, fingerprint: str, vocab_size: int, eos_id: int
                 raise DataFormatError(f"{path}: {key} is {getattr(header, key)}, the manifest says {value}")
         if shard.largest_id >= vocab_size:
             raise DataFormatError(f"{path}: largest id {shard.largest_id} is outside a vocabulary of {vocab_size}")
-
-
-class TokenStream:
-    """A split as one row of tokens, over the ends of shards and documents. Safe to use from several threads.
-
-    At most 64 files are open at a time, whatever the number of shards; an index is read when it is first asked for.
-    """
-
-    def __init__(self, split: Split) -> None:
-        self.split = split
-        self.tokens = split.tokens
-        self.documents = split.documents
-        self._starts = _running_sum([shard.tokens for shard in split.shards])
-        self._first_documents = _running_sum([shard.documents for shard in split.shards])
-        self._width = split.shards[0].token_bytes if split.shards else 2
-        self.dtype = np.dtype(f"<u{self._width}")
-        self._files: OrderedDict[int, int] = OrderedDict()
-        self._ends: OrderedDict[int, Int64Array] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def read(self, start: int, stop: int) -> Tokens:
-        """Tokens start to stop (exclusive), shape (stop - start,), in the width they are stored in: uint16 or uint32.
-
-        ValueError outside 0 <= start <= stop <= tokens; DataFormatError when a file has been cut meanwhile.
-        """
-        self._parts(start, stop)  # refuses what is outside
-        row: Tokens = np.empty(stop - start, self.dtype)
-        self.read_into(start, row)
-        return row
-
-    def read_into(self, start: int, row: Tokens) -> None:
-        """Fill `row`, contiguous and of `dtype`, with the tokens from `start` on. Errors as `read`."""
-        filled = 0
-        for number, low, high in self._parts(start, start + len(row)):
-            part = row[filled : filled + high - low]
-            with self._lock:
-                size = os.preadv(self._descriptor(number), [part.data], HEADER_BYTES + low * self._width)
-            if size != part.nbytes:
-                path = self.split.shards[number].bin_path
-                raise DataFormatError(f"{path}: cut since it was opened: {size} of {part.nbytes} bytes read")
-            filled += high - low
-
-    def will_need(self, start: int, stop: int) -> None:
-        """Ask the system to fetch this range from disk in the background, where it knows how."""
-        width = self._width
-        for number, low, high in self._parts(start, stop):
-            with self._lock:
-                _fetch_ahead(self._descriptor(number), HEADER_BYTES + low * width, (high - low) * width)
-
-    def document_ends(self, start: int, stop: int) -> Int64Array:
-        """The positions e, start < e <= stop, one past an EOS: ascending int64, counted over the whole stream."""
-        found = []
-        for number, low, high in self._parts(start, stop):
-            ends = self._shard_ends(number)
-            first, last = np.searchsorted(ends, [low, high], side="right")
-            found.append(ends[first:last] + self._starts[number])
-        return np.concatenate(found) if found else np.empty(0, np.int64)
-
-    def document(self, number: int) -> tuple[int, int]:
-        """Where document `number` (from 0) starts and ends in the stream, its EOS included. ValueError outside."""
-        if not 0 <= number < self.documents:
-            raise ValueError(f"document {number} does not exist; this split has {self.documents:,} (0 is the first)")
-        shard = bisect_right(self._first_documents, number) - 1
-        ends, local = self._shard_ends(shard), number - self._first_documents[shard]
-        low = int(ends[local - 1]) if local else 0
-        return self._starts[shard] + low, self._starts[shard] + int(ends[local])
-
-    def document_at(self, position: int) -> int:
-        """The number of the document that holds the token at `position`. ValueError outside the stream."""
-        if not 0 <= position < self.tokens:
-            raise ValueError(f"position {position} does not exist; this split has {self.tokens:,} tokens")
-        shard = bisect_right(self._starts, position) - 1
-        local = np.searchsorted(self._shard_ends(shard), position - self._starts[shard], side="right")
-        return self._first_documents[shard] + int(local)
-
-    def close(self) -> None:
-        """Close all files; the stream opens them again when it is read again."""
-        with self._lock:
-            while self._files:
-                os.close(self._files.popitem()[1])
-            self._ends.clear()
-
-    def __del__(self) -> None:
-        self.close()
-
-    def _parts(self, start: int, stop: int) -> Sequence[tuple[int, int, int]]:
-        """(shard, low, high) for each shard that holds part of the range; low and high within the shard.
-
-        ValueError outside the stream.
-        """
-        if not 0 <= start <= stop <= self.tokens:
-            raise ValueError(f"tokens {start} to {stop} are outside a stream of {self.tokens}")
-        if start == stop:
-            return ()
-        number = bisect_right(self._starts, start) - 1
-        base = self._starts[number]
-        if stop <= self._starts[number + 1]:  # as nearly always
-            return ((number, start - base, stop - base),)
-        parts = []
-        while start < stop:
-            base, end = self._starts[number], min(stop, self._starts[number + 1])
-            if start < end:
-                parts.append((number, start - base, end - base))
-            start, number = end, number + 1
-        return parts
-
-    def _descriptor(self, number: int) -> int:
-        """The open file of a shard; call with the lock held."""
-        descriptor = self._files.get(number)
-        if descriptor is None:
-            while len(self._files) >= _OPEN_FILES:
-                os.close(self._files.popitem(last=False)[1])
-            descriptor = self._files[number] = os.open(self.split.shards[number].bin_path, os.O_RDONLY)
-        elif len(self._starts) > _OPEN_FILES:
-            self._files.move_to_end(number)
-        return descriptor
-
-    def _shard_ends(self, number: int) -> Int64Array:
-        with self._lock:
-            if number not in self._ends:
-                while len(self._ends) >= _OPEN_FILES:
-                    self._ends.popitem(last=False)
-                self._ends[number] = read_index(self.split.shards[number].idx_path)[0]
-            self._ends.move_to_end(number)
-            return self._ends[number]
-
-
-def _fetch_ahead(descriptor: int, start: int, size: int) -> None:
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_WILLNEED)
-
-
-def _running_sum(counts: list[int]) -> list[int]:
-    sums = [0]
-    for count in counts:
-        sums.append(sums[-1] + count)
-    return sums
 
 
 def read_index(path: Path) -> tuple[Int64Array, npt.NDArray[np.uint32]]:

@@ -17,7 +17,8 @@ from itertools import accumulate
 from data_pipeline.order import Address, SampleOrder
 from data_pipeline.origins import Lost, Origin, find_origins
 from data_pipeline.packing_plan import PackingPlan
-from data_pipeline.shards import Collection, TokenStream
+from data_pipeline.shards import Collection
+from data_pipeline.stream import TokenStream
 from tokenizer.codec import Codec
 
 

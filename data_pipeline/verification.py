@@ -25,12 +25,12 @@ from data_pipeline.shards import (
     DataFormatError,
     ShardInfo,
     SplitName,
-    TokenStream,
     check_sha256,
     open_collection,
     read_index,
     read_manifest,
 )
+from data_pipeline.stream import TokenStream
 from tokenizer.codec import Codec
 
 

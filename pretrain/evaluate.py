@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from data_pipeline.loader import Scored, evaluation_batches, evaluation_size
 from data_pipeline.order import PackingMode
 from data_pipeline.packing import number_documents
-from data_pipeline.shards import DataFormatError, Split, TokenStream, open_collection
+from data_pipeline.shards import DataFormatError, Split, open_collection
+from data_pipeline.stream import TokenStream
 from model.loss import IGNORED, LossSum
 from pretrain.checkpoint import load_model, run_of
 from pretrain.config import RecipeError, from_root, load_recipe

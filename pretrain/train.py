@@ -15,7 +15,8 @@ import torch
 from data_pipeline.loader import Batch, Loader
 from data_pipeline.order import SampleOrder, Stage
 from data_pipeline.packing_plan import PackingPlan, read_order
-from data_pipeline.shards import Collection, DataFormatError, TokenStream, open_collection
+from data_pipeline.shards import Collection, DataFormatError, open_collection
+from data_pipeline.stream import TokenStream
 from model.loss import IGNORED
 from model.transformer import Transformer
 from pretrain.batching import BatchPlan

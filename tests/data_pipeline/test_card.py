@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from data_pipeline.card import kind_of_character, make_card, measure_lengths, plot_lengths, render_card, script_shares
-from data_pipeline.shards import DataFormatError, ShardWriter, Split, TokenStream
+from data_pipeline.shards import DataFormatError, ShardWriter, Split
+from data_pipeline.stream import TokenStream
 from tests.data_pipeline.conftest import SmallCollection
 from tokenizer.codec import Codec
 

@@ -19,7 +19,8 @@ from data_pipeline import convert, token_formats
 from data_pipeline.convert import export_tokens, import_tokens
 from data_pipeline.filters import is_validation
 from data_pipeline.inspection import choose_codec
-from data_pipeline.shards import SPLITS, Collection, DataFormatError, ShardWriter, Split, TokenStream
+from data_pipeline.shards import SPLITS, Collection, DataFormatError, ShardWriter, Split
+from data_pipeline.stream import TokenStream
 from data_pipeline.token_formats import FORMATS, Format, megatron_documents, write_megatron_index
 from data_pipeline.verification import verify_collection, verify_sample
 from tests.data_pipeline.conftest import SmallCollection

@@ -11,7 +11,8 @@ import pytest
 from data_pipeline import duplicates
 from data_pipeline.corpus import CorpusError
 from data_pipeline.prepare import Options, Part, PrepareError, prepare, prepare_part
-from data_pipeline.shards import SPLITS, TokenStream, open_collection
+from data_pipeline.shards import SPLITS, open_collection
+from data_pipeline.stream import TokenStream
 from data_pipeline.verification import verify_collection, verify_sample
 from tests.data_pipeline.test_prepare import tree, write_jsonl
 from tokenizer.codec import Codec

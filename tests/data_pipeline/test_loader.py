@@ -24,7 +24,8 @@ from data_pipeline.loader import (
     evaluation_size,
 )
 from data_pipeline.order import SampleOrder, Stage
-from data_pipeline.shards import DataFormatError, ShardWriter, Split, TokenStream
+from data_pipeline.shards import DataFormatError, ShardWriter, Split
+from data_pipeline.stream import TokenStream
 
 ROOT = Path(__file__).resolve().parents[2]
 EOS = 2

@@ -17,15 +17,8 @@ from data_pipeline.loader import IGNORED_TARGET, Loader
 from data_pipeline.order import PlannedRows, SampleOrder, Stage, difference
 from data_pipeline.packing import PackingFigures, best_fit_moves, measure_packing, number_documents, pack_best_fit
 from data_pipeline.packing_plan import PackingPlan, make_plan, open_plan, packing_figures, plan_folder, read_order
-from data_pipeline.shards import (
-    Collection,
-    DataFormatError,
-    ShardWriter,
-    Source,
-    Split,
-    TokenStream,
-    open_collection,
-)
+from data_pipeline.shards import Collection, DataFormatError, ShardWriter, Source, Split, open_collection
+from data_pipeline.stream import TokenStream
 from data_pipeline.trace import documents_read, reads_of_document
 from data_pipeline.verification import verify_collection
 from tests.data_pipeline.conftest import SmallCollection

@@ -22,7 +22,8 @@ from data_pipeline.durable import write_file
 from data_pipeline.filters import is_validation
 from data_pipeline.inspection import document_segments, window_segments
 from data_pipeline.prepare import Options, PrepareError, parse_inputs, prepare
-from data_pipeline.shards import SPLITS, DataFormatError, TokenStream, open_collection
+from data_pipeline.shards import SPLITS, DataFormatError, open_collection
+from data_pipeline.stream import TokenStream
 from data_pipeline.verification import verify_collection
 from tests.data_pipeline.conftest import CHINESE, ODD_TEXTS, real_texts, units_held_elsewhere
 from tokenizer.codec import Codec

@@ -15,7 +15,8 @@ import pytest
 from data_pipeline.loader import Loader
 from data_pipeline.order import SampleOrder, Stage
 from data_pipeline.recorded_run import read_run
-from data_pipeline.shards import Collection, DataFormatError, TokenStream
+from data_pipeline.shards import Collection, DataFormatError
+from data_pipeline.stream import TokenStream
 from tests.data_pipeline.conftest import SmallCollection
 from tokenizer.codec import Codec
 

@@ -17,12 +17,12 @@ from data_pipeline.shards import (
     ShardInfo,
     ShardWriter,
     Split,
-    TokenStream,
     check_shard,
     read_header,
     read_index,
     token_width,
 )
+from data_pipeline.stream import TokenStream
 from data_pipeline.verification import verify_shard
 
 FINGERPRINT = "5a" * 32

@@ -16,7 +16,8 @@ from data_pipeline import unit
 from data_pipeline.corpus import CorpusError, Dropped, Place, TxtDocuments, read_documents, read_piece
 from data_pipeline.inspection import choose_codec
 from data_pipeline.prepare import Options, PrepareError, prepare
-from data_pipeline.shards import SPLITS, TokenStream, open_collection
+from data_pipeline.shards import SPLITS, open_collection
+from data_pipeline.stream import TokenStream
 from data_pipeline.verification import verify_collection, verify_sample
 from tests.data_pipeline.conftest import CHINESE, real_texts
 from tests.data_pipeline.test_prepare import tree

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from data_pipeline.order import SampleOrder, Stage
-from data_pipeline.shards import ShardWriter, Split, TokenStream
+from data_pipeline.shards import ShardWriter, Split
+from data_pipeline.stream import TokenStream
 from data_pipeline.trace import documents_read, reads_of_document, samples_of_step
 
 SEQ_LEN = 16

@@ -17,10 +17,10 @@ from data_pipeline.shards import (
     Collection,
     DataFormatError,
     ShardWriter,
-    TokenStream,
     open_collection,
     render_manifest,
 )
+from data_pipeline.stream import TokenStream
 from data_pipeline.verification import SampleReport, verify_collection, verify_sample
 from tests.data_pipeline.conftest import SmallCollection
 from tokenizer.codec import Codec

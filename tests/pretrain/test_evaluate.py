@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from data_pipeline.shards import DataFormatError, TokenStream, open_collection
+from data_pipeline.shards import DataFormatError, open_collection
+from data_pipeline.stream import TokenStream
 from model.loss import IGNORED, LossSum
 from model.transformer import Transformer
 from pretrain.config import parse_recipe

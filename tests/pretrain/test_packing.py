@@ -20,7 +20,8 @@ from data_pipeline.loader import IGNORED_TARGET, Batch, Loader
 from data_pipeline.packing_plan import make_plan, plan_folder
 from data_pipeline.prepare import Options, prepare
 from data_pipeline.recorded_run import read_run
-from data_pipeline.shards import DataFormatError, TokenStream, open_collection
+from data_pipeline.shards import DataFormatError, open_collection
+from data_pipeline.stream import TokenStream
 from data_pipeline.trace import documents_read, samples_of_step
 from model.transformer import Transformer
 from pretrain.__main__ import main

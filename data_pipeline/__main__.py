@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,10 +16,7 @@ import typer
 
 if TYPE_CHECKING:
     from data_pipeline.executors import Work
-    from data_pipeline.inspection import Segment
-    from data_pipeline.prepare import PartReport, PrepareReport
     from data_pipeline.shards import Collection
-    from data_pipeline.trace import Told
 
 PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
 
@@ -138,6 +134,7 @@ def prepare_command(
     for any number of workers.
     """
     from data_pipeline.corpus import as_txt_documents
+    from data_pipeline.display import done_text, print_part, print_summary
     from data_pipeline.executors import Work
     from data_pipeline.inspection import summarize
     from data_pipeline.prepare import Options, Part, PrepareError, parse_inputs, prepare, prepare_part
@@ -156,7 +153,7 @@ def prepare_command(
         done = prepare_part(
             inputs, tokenizer, out, options, part=part, workers=workers or _available_cpus(), strict=strict
         )
-        _print_json(asdict(done)) if json_output else _print_part(units, done)
+        _print_json(asdict(done)) if json_output else print_part(units, done)
         return
     if tasks is not None:
         work = Work(inputs, tokenizer, out, options, strict, Path.cwd())
@@ -177,13 +174,13 @@ def prepare_command(
     if json_output:
         _print_json(result)
         return
-    _print_summary(report.collection)
+    print_summary(report.collection)
     if tasks is not None:
         print(f"{report.units:,} units, done by {executor} in {tasks:,} parts")
     elif report.units_done_before == report.units:
         print(f"{out} was complete already; checked (sizes, headers, manifests)")
     else:
-        print(_done_text(report))
+        print(done_text(report))
 
 
 @app.command("verify", epilog=_VERIFY_EXAMPLES)
@@ -202,6 +199,7 @@ def verify_command(
     json_output: Annotated[bool, typer.Option("--json", help="Report as JSON.")] = False,
 ) -> None:
     """Check a collection. Quick: manifests, tokenizer, sizes, headers. Exit 2 and one line on the first fault."""
+    from data_pipeline.display import print_summary, rate_reporter
     from data_pipeline.inspection import choose_codec, summarize
     from data_pipeline.shards import DataFormatError
     from data_pipeline.verification import verify_collection, verify_sample
@@ -211,7 +209,7 @@ def verify_command(
     began_at = time.monotonic()
     collection = verify_collection(path, full=False)
     if full:
-        hear = _print_rate("verify", _token_bytes(collection), "MB", 1e6)
+        hear = rate_reporter("verify", _token_bytes(collection), "MB", 1e6)
         collection = verify_collection(path, full=True, on_bytes=hear)
     codec = choose_codec(collection)
     report: dict[str, Any] = {}
@@ -226,7 +224,7 @@ def verify_command(
     if json_output:
         _print_json({**summarize(collection), "ok": True, "full": full, **report, "seconds": seconds})
         return
-    _print_summary(collection)
+    print_summary(collection)
     if sample is not None:
         print(f"sample: {report['sample']['documents_equal']} documents give the stored ids from their source files")
     for one in report.get("epoch", []):
@@ -253,6 +251,7 @@ def inspect_command(
     json_output: Annotated[bool, typer.Option("--json", help="Report as JSON.")] = False,
 ) -> None:
     """Show a collection's sums, or a document or window as text: where each document begins, ends and came from."""
+    from data_pipeline.display import print_segments, print_summary
     from data_pipeline.inspection import (
         choose_codec,
         choose_source,
@@ -277,7 +276,7 @@ def inspect_command(
         if json_output:
             _print_json(summarize(collection))
         else:
-            _print_summary(collection)
+            print_summary(collection)
         return
     codec = choose_codec(collection)
     if document is not None:
@@ -295,7 +294,7 @@ def inspect_command(
         ]
         _print_json({"source": chosen.name, "split": side, "segments": shown})
     else:
-        _print_segments(segments, places, with_ids=ids)
+        print_segments(segments, places, with_ids=ids)
 
 
 @app.command("pack", epilog=_PACK_EXAMPLES)
@@ -357,11 +356,12 @@ def trace_command(
     Nothing was logged for this: the order of data is arithmetic. The run's newest checkpoint must agree with the
     collection, in order and in a hash of the tokens. All steps of a run have one batch size: a resume refuses another.
     """
+    from data_pipeline.display import print_traced, traced_as_json
     from data_pipeline.inspection import choose_codec
     from data_pipeline.recorded_run import read_run
     from data_pipeline.shards import DataFormatError
     from data_pipeline.stream import TokenStream
-    from data_pipeline.trace import documents_read, reads_of_document, samples_of_step, tell
+    from data_pipeline.trace import documents_read, reads_of_document, samples_of_step, with_texts
 
     if (step is None) == (doc is None):
         raise DataFormatError("say --step N or --doc SOURCE:D, one of the two")
@@ -381,7 +381,7 @@ def trace_command(
         except ValueError as error:
             raise DataFormatError(f"{recorded.collection.path}: {error}") from None
         asked = {"source": name, "document": int(number), "steps": looked_at}
-    told = tell(recorded.collection, streams, reads, choose_codec(recorded.collection), with_files=not no_files)
+    traced = with_texts(recorded.collection, streams, reads, choose_codec(recorded.collection), with_files=not no_files)
     if recorded.checked_against is None:
         print(f"{run}: no checkpoint yet, so only the recipe says what it reads", file=sys.stderr)
     if json_output:
@@ -389,15 +389,15 @@ def trace_command(
             "run": str(run), "collection": str(recorded.collection.path), "global_batch_size": batch,
             "run_step": recorded.step, "checked_against": recorded.checked_against and str(recorded.checked_against),
         }  # fmt: skip
-        _print_json({**facts, **asked, "reads": [_told_as_json(one, batch, not no_text) for one in told]})
+        _print_json({**facts, **asked, "reads": [traced_as_json(one, batch, not no_text) for one in traced]})
         return
     if step is not None:
         reached = "" if step <= recorded.step else f" (not reached yet: the run is at step {recorded.step:,})"
         print(f"{run}, step {step:,}: samples {(step - 1) * batch:,} to {step * batch - 1:,}{reached}")
     else:
-        print(f"{run}, steps 1 to {asked['steps']:,}: document {doc} was read {len(told):,} times")
-    for one in told:
-        _print_told(one, batch, with_text=not no_text)
+        print(f"{run}, steps 1 to {asked['steps']:,}: document {doc} was read {len(traced):,} times")
+    for one in traced:
+        print_traced(one, batch, with_text=not no_text)
 
 
 @app.command("convert", epilog=_CONVERT_EXAMPLES)
@@ -431,6 +431,7 @@ def convert_command(
     does. Written whole or not at all.
     """
     from data_pipeline.convert import export_tokens, import_tokens
+    from data_pipeline.display import print_summary, rate_reporter
     from data_pipeline.inspection import summarize
     from data_pipeline.prepare import parse_inputs
     from data_pipeline.shards import DataFormatError, open_collection
@@ -445,7 +446,7 @@ def convert_command(
         if path is None or train or validation or tokenizer or eos or validation_fraction:
             raise DataFormatError("--to takes a collection and --out, nothing else")
         collection = open_collection(path)
-        hear = _print_rate("convert", _token_bytes(collection), "MB", 1e6)
+        hear = rate_reporter("convert", _token_bytes(collection), "MB", 1e6)
         files = export_tokens(collection, form, out, on_bytes=hear)
         if json_output:
             _print_json({"out": str(out), "files": [str(file) for file in files]})
@@ -462,7 +463,7 @@ def convert_command(
         if json_output:
             _print_json(summarize(collection))
             return
-        _print_summary(collection)
+        print_summary(collection)
     print(f"{out}: written whole, {time.monotonic() - began_at:.1f} s")
 
 
@@ -473,6 +474,7 @@ def _as_paths(inputs: dict[str, list[Path | str]]) -> dict[str, list[Path]]:
 def _count_epochs(collection: Collection, run: Path | None, seq_len: int, seed: int) -> list[dict[str, Any]]:
     """Coverage by 1 to 4 ranks, ready for JSON: of a run to its last step, or until every source has had an epoch."""
     from data_pipeline.coverage import RANKS, prove_coverage, samples_of_an_epoch
+    from data_pipeline.display import rate_reporter
     from data_pipeline.order import SampleOrder
     from data_pipeline.recorded_run import read_run
     from data_pipeline.shards import DataFormatError
@@ -488,7 +490,7 @@ def _count_epochs(collection: Collection, run: Path | None, seq_len: int, seed: 
         except ValueError as error:
             raise DataFormatError(f"{collection.path}: {error}") from None
         samples, micro_batch_size = samples_of_an_epoch(order), 8
-    hear = _print_rate("epoch", samples * len(RANKS), "million samples", 1e6)
+    hear = rate_reporter("epoch", samples * len(RANKS), "million samples", 1e6)
     return [asdict(one) for one in prove_coverage(order, samples, micro_batch_size=micro_batch_size, on_samples=hear)]
 
 
@@ -512,51 +514,6 @@ def _available_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _print_segments(segments: list[Segment], places: dict[int, str], *, with_ids: bool) -> None:
-    for segment in segments:
-        place = f", {places[segment.document]}" if segment.document in places else ""
-        word = "document" if segment.begins else "within document"
-        print(f"──── {word} {segment.document}{place}, {segment.tokens} tokens ────")
-        print(segment.text)
-        if with_ids:
-            print(f"──── ids ────\n{' '.join(map(str, segment.ids))}")
-        print("──── end of document (EOS) ────" if segment.ended else "──── goes on ────")
-
-
-def _told_as_json(told: Told, global_batch_size: int, with_text: bool) -> dict[str, Any]:
-    from data_pipeline.origins import Lost, Origin
-
-    origin = told.origin
-    return {
-        "step": told.read.sample // global_batch_size + 1,
-        **asdict(told.read),
-        "file": origin.path if isinstance(origin, Origin) else None,
-        "position": origin.position if isinstance(origin, Origin) else None,
-        "lost": origin.reason if isinstance(origin, Lost) else None,
-        **({"text": told.text} if with_text else {}),
-    }
-
-
-def _print_told(told: Told, global_batch_size: int, *, with_text: bool) -> None:
-    from data_pipeline.origins import Lost
-
-    read, origin = told.read, told.origin
-    place = (
-        ""
-        if origin is None
-        else f", {origin.reason if isinstance(origin, Lost) else f'{origin.path}:{origin.position}'}"
-    )
-    print(
-        f"──── step {read.sample // global_batch_size + 1:,}, sample {read.sample:,}: {read.source} epoch {read.epoch}"
-        f" window {read.window:,}, document {read.document:,}{place}, tokens {read.start:,} to {read.stop - 1:,} of"
-        f" {read.document_tokens:,} ────"
-    )
-    if with_text:
-        print(told.text)
-        if read.stop == read.document_tokens:
-            print("──── end of document (EOS) ────")
-
-
 def _done_by_executor(
     executor: str, work: Work, tasks: int, workers: int | None, logs: Path | None, slurm: list[str]
 ) -> bool:
@@ -578,77 +535,10 @@ def _done_by_executor(
     )  # fmt: skip
 
 
-def _done_text(report: PrepareReport | PartReport) -> str:
-    megabytes, tokens = report.text_bytes / report.seconds / 1e6, report.tokens / report.seconds
-    return (
-        f"{report.units:,} units ({report.units_done_before:,} done before) in {report.seconds:.1f} s:"
-        f" {megabytes:.1f} MB/s of text, {tokens:,.0f} tokens/s"
-    )
-
-
-def _print_part(units: str, report: PartReport) -> None:
-    if report.units_unhashed:
-        print(
-            f"part {units}: its documents are hashed; {report.units_unhashed:,} units of other parts are not yet. When "
-            "all parts are, run them once more: then duplicates are known, and the rest is done"
-        )
-        return
-    print(f"part {units}: {_done_text(report)}")
-    if report.units_left:
-        print(
-            f"{report.units_left:,} units of other parts are left; then end the work with this command without --units"
-        )
-    else:
-        print("all units are done; end the work with this command without --units")
-
-
-def _print_summary(collection: Collection) -> None:
-    print(f"{collection.path}: vocab size {collection.vocab_size}, tokenizer {collection.fingerprint[:12]}")
-    print(f"{'source':<20} {'split':<10} {'documents':>12} {'tokens':>16} {'text bytes':>18} {'bytes/token':>11}")
-    for name, source in collection.sources.items():
-        for side, split in source.splits.items():
-            ratio = f"{split.text_bytes / split.tokens:.2f}" if split.tokens else "-"
-            print(
-                f"{name:<20} {side:<10} {split.documents:>12,} {split.tokens:>16,} {split.text_bytes:>18,} {ratio:>11}"
-            )
-    for name, source in collection.sources.items():
-        dropped = sum(source.manifest["dropped"].values())
-        read = source.manifest["documents_read"]
-        print(f"{name}: {read:,} documents read = {read - dropped:,} kept + {dropped:,} dropped")
-        for kind, word in (("dropped", "dropped"), ("notes", "noted")):
-            for reason, count in source.manifest[kind].items():
-                print(f"{name}: {count:,} {word}: {reason} (each in {source.path / 'ledger.jsonl'})")
-        if ignored := source.manifest["provenance"]["ignored_files"]:
-            print(f"{name}: {len(ignored):,} files of other kinds passed over, the first {ignored[0]}")
-        if not source.splits["validation"].documents:
-            print(f"{name}: no document was held out for validation (too few, or --validation-fraction too small)")
-
-
 def _token_bytes(collection: Collection) -> int:
     """Size of all tokens on disk."""
     splits = [split for source in collection.sources.values() for split in source.splits.values()]
     return sum(shard.tokens * shard.token_bytes for split in splits for shard in split.shards)
-
-
-def _print_rate(verb: str, total: int, unit: str, unit_size: float) -> Callable[[int], None]:
-    """A hearer of what was done that says every ten seconds, on stderr, how far a long check is."""
-    began_at = said_at = time.monotonic()
-    done = 0
-
-    def hear(count: int) -> None:
-        nonlocal done, said_at
-        done += count
-        if (now := time.monotonic()) - said_at >= 10:
-            said_at = now
-            rate = done / (now - began_at)
-            eta = f"{rate / unit_size:,.1f} {unit}/s, ETA {(total - done) / rate:.0f} s"
-            print(
-                f"{verb}: {done / unit_size:,.0f} of {total / unit_size:,.0f} {unit}, {eta}",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    return hear
 
 
 def _print_json(content: dict[str, Any]) -> None:

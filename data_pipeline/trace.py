@@ -109,7 +109,7 @@ def _ranges(order: SampleOrder, plan: PackingPlan | None, address: Address) -> l
 
 
 @dataclass(frozen=True)
-class Told:
+class TracedRead:
     """A part that was read, as text, and where the document stood in its input (None: not asked for)."""
 
     read: DocumentRead
@@ -117,14 +117,14 @@ class Told:
     origin: Origin | Lost | None
 
 
-def tell(
+def with_texts(
     collection: Collection,
     streams: Mapping[str, TokenStream],
     reads: Iterable[DocumentRead],
     codec: Codec,
     *,
     with_files: bool,
-) -> list[Told]:
+) -> list[TracedRead]:
     """The text of the parts read, EOS left out, in the order given; `with_files` finds each document's file and line.
 
     Finding costs reading the unit of work of each document again. DataFormatError: see `origins.find_origins`.
@@ -136,13 +136,13 @@ def tell(
             wanted = sorted({read.document for read in reads if read.source == name})
             for _, number, origin in find_origins(collection.sources[name], {"train": wanted}):
                 origins[name, number] = origin
-    told = []
+    traced = []
     for read in reads:
         begin, _ = streams[read.source].document(read.document)
         stop = min(read.stop, read.document_tokens - 1)
         ids = streams[read.source].read(begin + read.start, begin + max(read.start, stop))
-        told.append(Told(read, codec.decode(ids), origins.get((read.source, read.document))))
-    return told
+        traced.append(TracedRead(read, codec.decode(ids), origins.get((read.source, read.document))))
+    return traced
 
 
 def _part_read(

@@ -7,10 +7,8 @@ import io
 import json
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -21,7 +19,7 @@ import typer
 from tokenizer.candidates import Candidate, open_candidate
 from tokenizer.codec import Codec, TokenizerError
 from tokenizer.export import export_hf
-from tokenizer.progress import training_progress
+from tokenizer.progress import reading_progress, training_progress
 from tokenizer.report import Placed, as_data, judge, remarks, table, total
 from tokenizer.sample import Weighted, check_weight
 from tokenizer.train import DEFAULT_SAMPLE_BYTES, train
@@ -127,7 +125,7 @@ def train_command(
     provenance: dict[str, object] = {}
 
     def texts() -> Iterator[Weighted]:
-        with _progress("reading", sources) as on_bytes:
+        with reading_progress("reading", _file_bytes(sources)) as on_bytes:
             for number, source in enumerate(sources):
                 for text in source.texts(text_field, on_bytes):
                     yield Weighted(text, source.weight, number)
@@ -260,7 +258,7 @@ def report_command(
         check_plot_path(plot)
     sources = _parse_named(inputs, txt_documents, stdin_kind)
     candidates = _open_candidates([folder, *(against or [])])
-    with _progress("encoding", sources) as on_bytes:
+    with reading_progress("encoding", _file_bytes(sources)) as on_bytes:
         judged = [judge(candidates, source.name, source.placed(text_field, on_bytes)) for source in sources]
     if not any(one.documents for one in judged):
         raise TokenizerError("no text to report on; check --input")
@@ -429,6 +427,10 @@ def _split_name(value: str) -> tuple[str, str]:
     return (name, path) if mark and "://" not in name and not Path(value).exists() else ("", value)
 
 
+def _file_bytes(sources: list[_Source]) -> int:
+    return sum(facts.size for source in sources for _, facts in source.files)
+
+
 def _print_left_out(sources: list[_Source]) -> None:
     """What of the inputs no tokenizer saw: documents dropped, files of other kinds."""
     for source in sources:
@@ -453,47 +455,6 @@ def _read_text(file: Path) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{file}: not UTF-8 at byte {error.start}; convert it first") from error
-
-
-@contextmanager
-def _progress(what: str, sources: list[_Source]) -> Iterator[Callable[[int], None]]:
-    """Give a function that hears how many bytes were read: a bar on a terminal, else a line every ten seconds."""
-    total_bytes = sum(facts.size for source in sources for _, facts in source.files)
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-
-        columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task(what, total=total_bytes)
-            yield lambda count: bar.advance(task, count)
-        return
-
-    started_at = said_at = time.monotonic()
-    done_bytes = 0
-
-    def hear(count: int) -> None:
-        nonlocal done_bytes, said_at
-        done_bytes += count
-        now = time.monotonic()
-        if now - said_at >= 10:
-            said_at, rate = now, done_bytes / (now - started_at)
-            left_seconds = (total_bytes - done_bytes) / max(rate, 1)
-            print(
-                f"{what}: {done_bytes / 1e6:.0f} of {total_bytes / 1e6:.0f} MB of files, "
-                f"{rate / 1e6:.1f} MB/s, {left_seconds:.0f} s left",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    yield hear
 
 
 def _refuse_impostors() -> None:

@@ -1,10 +1,10 @@
-"""A training seen from outside: a bar on a terminal, in a log a line now and then."""
+"""Long work seen from outside, reading and training: a bar on a terminal, in a log a line now and then."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -12,6 +12,46 @@ from tokenizer.training_process import Progress
 from tokenizer.training_report import duration
 
 LINE_EVERY_SECONDS = 10.0
+
+
+@contextmanager
+def reading_progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Give a function that hears how many bytes of files were read: a bar on stderr, else a line every ten seconds."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task(what, total=total_bytes)
+            yield lambda count: bar.advance(task, count)
+        return
+
+    started_at = said_at = time.monotonic()
+    done_bytes = 0
+
+    def hear(count: int) -> None:
+        nonlocal done_bytes, said_at
+        done_bytes += count
+        now = time.monotonic()
+        if now - said_at >= LINE_EVERY_SECONDS:
+            said_at, rate = now, done_bytes / (now - started_at)
+            left_seconds = (total_bytes - done_bytes) / max(rate, 1)
+            print(
+                f"{what}: {done_bytes / 1e6:.0f} of {total_bytes / 1e6:.0f} MB of files, "
+                f"{rate / 1e6:.1f} MB/s, {left_seconds:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    yield hear
 
 
 class Display(Protocol):

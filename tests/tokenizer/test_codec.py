@@ -552,3 +552,11 @@ def test_sentencepiece_is_not_held_against_itself(unigram_folder: Path) -> None:
     codec._encoder = codec._reference = counting = Counting(codec)
     list(codec.encode_documents(["text"] * 20_000))
     assert len(counting.asked) == 20_000
+
+
+def test_a_batch_of_bytes_has_the_ids_of_its_texts(codec: Codec, texts: list[str]) -> None:
+    some = ["", *texts[:5], "</s>"]
+    ids, ends = codec.encode_batch([text.encode("utf-8") for text in some])
+    rows = np.split(ids, ends[:-1].astype(np.int64))
+    assert [row.tolist() for row in rows] == [codec.encode(text) for text in some]
+    assert not set(codec.control_ids.values()) & set(ids.tolist())

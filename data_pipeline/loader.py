@@ -1,7 +1,7 @@
 """Batches of one rank, read ahead by one thread, in the order that `order.py` states.
 
-Worker processes would copy every batch between processes; one thread that asks the system for the windows some
-hundreds ahead keeps up with any step, since reading releases the GIL and the windows are then in memory.
+Worker processes would copy every batch between processes; one thread keeps up with any step. Some hundred windows ahead
+it takes what is in memory and asks the system to fetch the rest, which is then there when it is wanted.
 Nothing is remembered here: a loader begun at the sample where another stopped goes on as that one would have.
 """
 
@@ -41,6 +41,8 @@ class Stream(Protocol):
     def read(self, start: int, stop: int) -> npt.NDArray[Any]: ...
 
     def read_into(self, start: int, row: npt.NDArray[Any]) -> None: ...
+
+    def try_read_into(self, start: int, row: npt.NDArray[Any]) -> bool: ...
 
     def will_need(self, start: int, stop: int) -> None: ...
 
@@ -82,7 +84,7 @@ class Loader:
         micro_batch_size: int,
         gradient_accumulation_steps: int,
         first_sample: int,
-        prefetch: int = 4,
+        prefetch: int = 8,
         eos_id: int | None = None,
         plan: PackingPlan | None = None,
     ) -> None:
@@ -148,20 +150,39 @@ def samples_of_micro_steps(
     return samples
 
 
+class _Reads:
+    """Tokens of some rows, wanted soon: what is in memory is taken at once, the rest when they are wanted."""
+
+    def __init__(self) -> None:
+        self._missing: list[tuple[Stream, int, npt.NDArray[Any]]] = []
+
+    def begin(self, stream: Stream, start: int, row: npt.NDArray[Any]) -> None:
+        """Fill `row` with the tokens from `start` on, now or in `finish`."""
+        if not stream.try_read_into(start, row):
+            self._missing.append((stream, start, row))
+
+    def finish(self) -> None:
+        """Wait for what is missing."""
+        for stream, start, row in self._missing:
+            stream.read_into(start, row)
+
+
 class _Rows:
-    """Reads the micro-batches of one rank in order, announcing rows to the streams some hundreds ahead."""
+    """Reads the micro-batches of one rank in order, begun some hundred rows ahead."""
 
     def __init__(self, order: SampleOrder, kind: _RowKind, rank: int, world_size: int, micro: int, first: int) -> None:
         self._order, self._kind = order, kind
         self._rank, self._world_size, self._micro, self._first = rank, world_size, micro, first
 
     def batches(self) -> Iterator[Batch]:
-        announced: deque[tuple[Int64Array, list[Any]]] = deque()
+        begun: deque[tuple[Int64Array, list[Any], _Reads, Any]] = deque()
         for samples, rows in self._plan():
-            self._kind.announce(rows)
-            announced.append((samples, rows))
-            if len(announced) * self._micro > READ_AHEAD_WINDOWS:
-                yield self._kind.read(*announced.popleft())
+            reads = _Reads()
+            begun.append((samples, rows, reads, self._kind.begin(rows, reads)))
+            if len(begun) * self._micro > READ_AHEAD_WINDOWS:
+                samples, rows, reads, tokens = begun.popleft()
+                reads.finish()
+                yield self._kind.batch(samples, rows, tokens)
 
     def _plan(self) -> Iterator[tuple[Int64Array, list[Any]]]:
         """Each micro-batch's samples and where its rows stand. Located in blocks: arithmetic on arrays is cheap."""
@@ -181,11 +202,11 @@ class _RowKind(Protocol):
     def places(self, found: Addresses) -> list[Any]:
         """Where each row found stands."""
 
-    def announce(self, rows: list[Any]) -> None:
-        """Tell the streams what these rows will read."""
+    def begin(self, rows: list[Any], reads: _Reads) -> Any:
+        """Begin to read these rows; the arrays that will hold their tokens."""
 
-    def read(self, samples: Int64Array, rows: list[Any]) -> Batch:
-        """The micro-batch of these rows."""
+    def batch(self, samples: Int64Array, rows: list[Any], tokens: Any) -> Batch:
+        """The micro-batch of these rows, when all is read."""
 
 
 class _Windows:
@@ -199,15 +220,14 @@ class _Windows:
         starts = (found.windows * self._seq_len).tolist()
         return list(zip(map(streams.__getitem__, found.sources.tolist()), starts, strict=True))
 
-    def announce(self, rows: list[tuple[Stream, int]]) -> None:
-        for stream, start in rows:
-            stream.will_need(start, start + self._seq_len + 1)
-
-    def read(self, samples: Int64Array, rows: list[tuple[Stream, int]]) -> Batch:
+    def begin(self, rows: list[tuple[Stream, int]], reads: _Reads) -> npt.NDArray[Any]:
         windows = np.empty((len(rows), self._seq_len + 1), rows[0][0].dtype)  # one tokenizer: all streams' dtype
-        for row, (stream, start) in zip(windows, rows, strict=True):
-            stream.read_into(start, row)
-        inputs, targets = windows[:, :-1].astype(np.int64), windows[:, 1:].astype(np.int64)
+        for window, (stream, start) in zip(windows, rows, strict=True):
+            reads.begin(stream, start, window)
+        return windows
+
+    def batch(self, samples: Int64Array, rows: list[tuple[Stream, int]], tokens: npt.NDArray[Any]) -> Batch:
+        inputs, targets = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
         documents = None if self._eos_id is None else number_documents(inputs, self._eos_id)
         return Batch(inputs, targets, samples, documents)
 
@@ -223,23 +243,27 @@ class _PackedRows:
         rows = zip(names, found.windows.tolist(), strict=True)
         return [(self._streams[name], self._plan.row(name, row)) for name, row in rows]
 
-    def announce(self, rows: list[tuple[Stream, Pieces]]) -> None:
+    def begin(self, rows: list[tuple[Stream, Pieces]], reads: _Reads) -> list[list[npt.NDArray[Any]]]:
+        tokens = []
         for stream, pieces in rows:
-            for start, stop in pieces:
-                stream.will_need(max(0, start), stop)
+            tokens.append([np.empty(stop - max(0, start), stream.dtype) for start, stop in pieces])
+            for (start, _), piece in zip(pieces, tokens[-1], strict=True):
+                reads.begin(stream, max(0, start), piece)
+        return tokens
 
-    def read(self, samples: Int64Array, rows: list[tuple[Stream, Pieces]]) -> Batch:
+    def batch(
+        self, samples: Int64Array, rows: list[tuple[Stream, Pieces]], tokens: list[list[npt.NDArray[Any]]]
+    ) -> Batch:
         shape = len(rows), self._seq_len
         inputs, targets = np.full(shape, self._eos_id, np.int64), np.full(shape, IGNORED_TARGET, np.int64)
         documents = np.empty(shape, np.int64)
-        for row, (stream, pieces) in enumerate(rows):
+        for row, (_, pieces) in enumerate(rows):
             begin = 0
-            for number, (start, stop) in enumerate(pieces):
+            for number, ((start, stop), piece) in enumerate(zip(pieces, tokens[row], strict=True)):
                 end = begin + stop - start - 1
-                tokens = stream.read(max(0, start), stop)
-                targets[row, begin:end] = tokens[begin - end :]
+                targets[row, begin:end] = piece[begin - end :]
                 # The stream's first document has no token before it: its context is the EOS written there already.
-                inputs[row, end - len(tokens) + 1 : end] = tokens[:-1]
+                inputs[row, end - len(piece) + 1 : end] = piece[:-1]
                 documents[row, begin:end] = number
                 begin = end
             documents[row, begin:] = len(pieces)
@@ -262,42 +286,54 @@ def _row_kind(
 
 
 class _Prefetcher(threading.Thread):
-    """Fills a queue of bounded length from `_Rows` until it is stopped or an error ends it."""
+    """Keeps up to `prefetch` batches of `_Rows` ready until it is stopped or an error ends it.
+
+    They go over in two lists in turn: at a hand-over both threads want the interpreter, which costs as much as a batch.
+    """
 
     def __init__(self, rows: _Rows, prefetch: int) -> None:
         super().__init__(name="batch-prefetch", daemon=True)
         self._rows = rows
         # Two queues without a Python lock: a hand-over costs a microsecond, where Semaphore and Queue cost ten.
-        self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
-        self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(prefetch):
-            self._places.put(None)
+        self._ready: queue.SimpleQueue[list[Batch | BaseException]] = queue.SimpleQueue()
+        self._places: queue.SimpleQueue[int] = queue.SimpleQueue()  # lengths of lists to be made
+        for length in (prefetch - prefetch // 2, prefetch // 2):
+            if length:
+                self._places.put(length)
         self._stopped = False
+        self._given: deque[Batch | BaseException] = deque()  # what is left of the list now given out
+        self._length = 0  # of that list when it was whole
 
     def run(self) -> None:
         batches = self._rows.batches()
         while True:
-            self._places.get()
-            if self._stopped:
-                return
-            try:
-                batch = next(batches)
-            except BaseException as error:  # whatever it is, the thread that asked for the batch must hear of it
-                self._ready.put(error)
-                return
-            self._ready.put(batch)
+            length = self._places.get()
+            made: list[Batch | BaseException] = []
+            while len(made) < length:
+                if self._stopped:
+                    return
+                try:
+                    made.append(next(batches))
+                except BaseException as error:  # whatever it is, the thread that asked for the batch must hear of it
+                    self._ready.put([*made, error])
+                    return
+            self._ready.put(made)
 
     def take(self) -> Batch:
-        found = self._ready.get()
+        if not self._given:
+            self._given.extend(self._ready.get())
+            self._length = len(self._given)
+        found = self._given[0]
         if isinstance(found, BaseException):
-            self._ready.put(found)
             raise found
-        self._places.put(None)
+        self._given.popleft()
+        if not self._given:
+            self._places.put(self._length)
         return found
 
     def stop(self) -> None:
         self._stopped = True
-        self._places.put(None)
+        self._places.put(1)
         if threading.current_thread() is not self:
             self.join(_CLOSE_SECONDS)
 

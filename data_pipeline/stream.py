@@ -1,12 +1,16 @@
 """A split read as one row of tokens, whatever the shards it lies in.
 
 Tokens are read with pread, not through a memory map: a file cut while it is in use then gives an error, not SIGBUS.
+Linux can be asked for what is in memory and nothing else (RWF_NOWAIT): one call reads it, or says that it is on disk.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import threading
+import weakref
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -21,12 +25,14 @@ Int64Array = npt.NDArray[np.int64]
 Tokens: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 _OPEN_FILES = 64
+_ALIVE: weakref.WeakSet[TokenStream] = weakref.WeakSet()
 
 
 class TokenStream:
     """A split as one row of tokens, over the ends of shards and documents. Safe to use from several threads.
 
-    At most 64 files are open at a time, whatever the number of shards; an index is read when it is first asked for.
+    At most 64 files are open at a time, and of all streams together a quarter of what the process may open, whatever
+    the number of shards; an index is read when it is first asked for.
     """
 
     def __init__(self, split: Split) -> None:
@@ -40,6 +46,8 @@ class TokenStream:
         self._files: OrderedDict[int, int] = OrderedDict()
         self._ends: OrderedDict[int, Int64Array] = OrderedDict()
         self._lock = threading.Lock()
+        _ALIVE.add(self)
+        self._without_waiting = getattr(os, "RWF_NOWAIT", 0)  # 0: this system cannot
 
     def read(self, start: int, stop: int) -> Tokens:
         """Tokens start to stop (exclusive), shape (stop - start,), in the width they are stored in: uint16 or uint32.
@@ -62,6 +70,25 @@ class TokenStream:
                 path = self.split.shards[number].bin_path
                 raise DataFormatError(f"{path}: cut since it was opened: {size} of {part.nbytes} bytes read")
             filled += high - low
+
+    def try_read_into(self, start: int, row: Tokens) -> bool:
+        """`read_into` if that needs no disk; else False, and the system is asked to fetch what is missing."""
+        parts = self._parts(start, start + len(row))
+        if len(parts) == 1 and self._without_waiting:
+            ((number, low, _),) = parts
+            try:
+                with self._lock:
+                    descriptor, offset = self._descriptor(number), HEADER_BYTES + low * self._width
+                    if os.preadv(descriptor, [row.data], offset, self._without_waiting) == row.nbytes:
+                        return True
+            except BlockingIOError:
+                pass  # it lies on disk alone
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                    raise
+                self._without_waiting = 0  # this filesystem cannot
+        self.will_need(start, start + len(row))
+        return False
 
     def will_need(self, start: int, stop: int) -> None:
         """Ask the system to fetch this range from disk in the background, where it knows how."""
@@ -131,10 +158,10 @@ class TokenStream:
         """The open file of a shard; call with the lock held."""
         descriptor = self._files.get(number)
         if descriptor is None:
-            while len(self._files) >= _OPEN_FILES:
+            while len(self._files) >= _most_open():
                 os.close(self._files.popitem(last=False)[1])
             descriptor = self._files[number] = os.open(self.split.shards[number].bin_path, os.O_RDONLY)
-        elif len(self._starts) > _OPEN_FILES:
+        elif len(self._files) < len(self.split.shards):
             self._files.move_to_end(number)
         return descriptor
 
@@ -146,6 +173,12 @@ class TokenStream:
                 self._ends[number] = read_index(self.split.shards[number].idx_path)[0]
             self._ends.move_to_end(number)
             return self._ends[number]
+
+
+def _most_open() -> int:
+    """How many files one stream may have open now."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(_OPEN_FILES, allowed // 4 // len(_ALIVE))) if allowed > 0 else _OPEN_FILES
 
 
 def _fetch_ahead(descriptor: int, start: int, size: int) -> None:

@@ -51,6 +51,11 @@ class CountingStream:
     def read_into(self, start: int, row: np.ndarray) -> None:
         row[:] = self.read(start, start + len(row))
 
+    def try_read_into(self, start: int, row: np.ndarray) -> bool:
+        """As a stream that lies on disk alone."""
+        self.will_need(start, start + len(row))
+        return False
+
     def will_need(self, start: int, stop: int) -> None:
         assert 0 <= start <= stop <= self.tokens
         self.announced.append((start, stop))
@@ -98,7 +103,7 @@ def loader_of(
     micro: int = 2,
     accumulation: int = 1,
     first: int = 0,
-    prefetch: int = 4,
+    prefetch: int = 8,
 ) -> Loader:
     return Loader(
         order, streams, rank=rank, world_size=ranks, micro_batch_size=micro,
@@ -272,9 +277,8 @@ def test_what_was_consumed_counts_not_what_was_prefetched() -> None:
             next(loader)
             consumed.append(loader.consumed_samples)
         (thread,) = prefetchers()
-        wait_until(lambda: len(stream.reads) >= 2 * (5 + 16) and is_waiting(thread))
-        assert len(stream.reads) == 2 * (5 + 16)
-    assert len(stream.reads) == 2 * (5 + 16)
+        wait_until(lambda: len(stream.reads) >= 2 * 16 and is_waiting(thread))
+    assert len(stream.reads) == 2 * 16  # the first eight are not given out yet
     assert read_too_early == []
     assert consumed == [5, 13, 13, 21, 21]
 
@@ -321,25 +325,36 @@ def test_a_shard_cut_while_in_use_surfaces(tmp_path: Path) -> None:
         with info.bin_path.open("r+b") as file:
             file.truncate(4200)
         with pytest.raises(DataFormatError, match="cut"):
-            list(itertools.islice(loader, 20))
+            list(itertools.islice(loader, 2 * READ_AHEAD_WINDOWS))  # what was read before the cut comes first
 
 
 @pytest.mark.parametrize("taken", [0, 1, 50])
 def test_closing_early_ends_the_thread_where_it_waits(taken: int) -> None:
-    """It waits for a place for a fifth batch; told to stop, it reads none."""
+    """It has made two lists of four and waits until one is given out; told to stop, it reads no more."""
     order, streams = one_source(1000)
     stream = streams["a"]
     loader = loader_of(order, streams)
     for _ in range(taken):
         next(loader)
     (thread,) = prefetchers()
-    wait_until(lambda: len(stream.reads) >= 2 * (taken + 4) and is_waiting(thread))
+    made = taken // 4 * 4 + 8
+    wait_until(lambda: len(stream.reads) >= 2 * made and is_waiting(thread))
     loader.close()
     loader.close()
     assert prefetchers() == []
-    assert len(stream.reads) == 2 * (taken + 4)
+    assert len(stream.reads) == 2 * made
     with pytest.raises(ValueError, match="closed"):
         next(loader)
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 3, 8])
+def test_no_more_batches_are_made_than_asked_for_and_none_is_lost(prefetch: int) -> None:
+    order, streams = one_source(1000)
+    with loader_of(order, streams, prefetch=prefetch) as loader:
+        (thread,) = prefetchers()
+        wait_until(lambda: len(streams["a"].reads) >= 2 * prefetch and is_waiting(thread))
+        assert len(streams["a"].reads) == 2 * prefetch
+        assert [next(loader).samples.tolist() for _ in range(20)] == [[2 * n, 2 * n + 1] for n in range(20)]
 
 
 def test_leaving_by_an_exception_ends_the_thread() -> None:

@@ -1,6 +1,8 @@
 """Token files: the layout to the byte, what a writer refuses, what a stream reads, what a check finds."""
 
+import errno
 import hashlib
+import os
 import random
 import struct
 import zlib
@@ -127,6 +129,64 @@ def test_stream_is_one_row_over_all_shards(tmp_path: Path, count: int) -> None:
         assert stream.document_at(start) == stream.document_at(end - 1) == number
     stream.close()
     np.testing.assert_array_equal(stream.read(0, len(whole)), whole)
+
+
+@pytest.mark.parametrize("count", [1, 3, 100])
+def test_reading_only_what_is_in_memory_gives_all_of_it_or_says_no(tmp_path: Path, count: int) -> None:
+    rng = np.random.default_rng(count)
+    parts = [random_documents(rng, 3) for _ in range(count)]
+    stream = TokenStream(Split([write(tmp_path, part, stem=f"train-{n:05d}") for n, part in enumerate(parts)]))
+    whole = stream.read(0, stream.tokens)
+    taken = 0
+    for _ in range(300):
+        start, stop = sorted(rng.integers(0, len(whole) + 1, 2).tolist())
+        row = np.full(stop - start, 7, np.uint16)
+        if stream.try_read_into(start, row):
+            taken += 1
+        else:
+            stream.read_into(start, row)
+        np.testing.assert_array_equal(row, whole[start:stop])
+    assert taken or count > 1 or not hasattr(os, "RWF_NOWAIT")
+    with pytest.raises(ValueError, match="outside"):
+        stream.try_read_into(len(whole) - 1, np.empty(2, np.uint16))
+
+
+def test_what_is_cold_or_cut_is_not_taken_for_read(tmp_path: Path) -> None:
+    tokens = np.arange(200_000, dtype=np.int64) % 50_000
+    tokens[tokens == EOS] = 7
+    info = write(tmp_path, [tokens], vocab_size=50_000)
+    stream, row = TokenStream(Split([info])), np.empty(1000, np.uint16)
+    if hasattr(os, "posix_fadvise"):
+        with info.bin_path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if not stream.try_read_into(150_000, row):  # a filesystem in memory has it always
+        stream.read_into(150_000, row)
+    np.testing.assert_array_equal(row, tokens[150_000:151_000])
+    os.truncate(info.bin_path, HEADER_BYTES + 2 * 100_000)
+    assert not stream.try_read_into(99_500, row)
+    with pytest.raises(DataFormatError, match="cut since it was opened"):
+        stream.read_into(99_500, row)
+
+
+def test_a_filesystem_that_cannot_tell_what_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = TokenStream(Split([write(tmp_path, [np.arange(3, 4000)], vocab_size=4000)]))
+    calls = []
+
+    def preadv(descriptor: int, buffers: list, offset: int, flags: int = 0) -> int:
+        calls.append(flags)
+        if flags:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return real(descriptor, buffers, offset)
+
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", preadv)
+    row = np.empty(100, np.uint16)
+    assert not stream.try_read_into(50, row)
+    assert not stream.try_read_into(60, row)
+    stream.read_into(60, row)
+    np.testing.assert_array_equal(row, np.arange(63, 163))
+    assert [flag for flag in calls if flag] == ([os.RWF_NOWAIT] if hasattr(os, "RWF_NOWAIT") else [])
 
 
 def test_stream_refuses_what_is_outside(tmp_path: Path) -> None:

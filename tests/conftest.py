@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ VOCAB_SIZE = 1024
 
 # What is tested here is tested on the CPU, several ranks beside each other, whatever GPUs a machine has.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so would every process they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -166,10 +166,8 @@ def assert_silent_with_closed_stdout(*arguments: object) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-# The handler is what a program starts with, unless a shell has started the tests in the background.
 ENDLESS_VERIFY = """
-import model.verify, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
+import model.verify, sys
 once = model.verify.check_shapes
 def for_ever(*arguments):
     while True:

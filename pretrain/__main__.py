@@ -60,7 +60,8 @@ def plan(
     check_data: Annotated[
         bool,
         typer.Option(
-            "--check-data", help="Also open the data and the tokenizer, as a run would; count what packing cuts."
+            "--check-data",
+            help="Also open the data and the tokenizer, as a run would: mixture, epochs, what packing cuts.",
         ),
     ] = False,
     overrides: Overrides = None,
@@ -77,12 +78,16 @@ def plan(
     report, lines = made.to_dict(), [made.to_text()]
     if check_data:
         from data_pipeline.packing_plan import packing_figures
+        from pretrain.plan import Reading
         from pretrain.train import Inputs
 
         inputs = Inputs.check(config, world_size)
         packing, seq_len = config.data.packing, config.model.seq_len
         figures = packing_figures(inputs.collection, packing, seq_len, inputs.packed)
         report["packing"] = {name: one.to_dict() for name, one in figures.items()}
+        reading = Reading.of(config, inputs.order)
+        report["reading"] = reading.to_dict()
+        lines += ["", *reading.lines()]
         lines += ["", f"packing {packing}, an epoch of each source:"]
         lines += [f"  {name}: {one.to_text()}" for name, one in figures.items()]
     print(json.dumps(report, indent=2) if as_json else "\n".join(lines))

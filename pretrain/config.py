@@ -84,6 +84,7 @@ class DataTable(_Table):
     path: Place
     tokenizer: Place
     packing: PackingMode = "concat"  # what a row is made of, see data_pipeline/packing.py
+    warn_epochs: PositiveRate = 4.0  # up to four, Muennighoff et al. (2023) found old text nearly as good as new
     stages: Annotated[tuple[DataStage, ...], Strict(False)] = ()
 
     @field_validator("stages")

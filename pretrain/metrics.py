@@ -26,6 +26,7 @@ from model.accounting import flops_per_token
 from pretrain.checkpoint import TrainState
 from pretrain.config import RunConfig
 from pretrain.evaluate import Score
+from pretrain.plan import Reading
 from pretrain.run_directory import RunDirectory, RunState, now
 
 
@@ -172,12 +173,8 @@ class Report:
             self._log = MetricsLog(self._directory.metrics, tensorboard, attempt=attempt, global_step=state.global_step)
         if resumed_from is not None:
             self.say(f"resumed from {resumed_from}: step {state.global_step}, {state.tokens_seen:,} tokens seen")
-        samples = self._config.schedule.max_steps * self._config.batch.global_batch_size
-        for stage in order.describe()["stages"]:
-            slots = ", ".join(f"{source} {count}" for source, count in stage["slots"].items())
-            self.say(f"mixture from sample {stage['first_sample']:,}: of every {stage['period']:,} samples {slots}")
-        epochs = ", ".join(f"{source} {count:.2f}" for source, count in order.epochs(samples).items())
-        self.say(f"epochs in {samples:,} samples: {epochs}")
+        for line in Reading.of(self._config, order).lines():
+            self.say(line)
         self._write_status("running")
 
     @contextmanager

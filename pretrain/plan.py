@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from data_pipeline.order import SampleOrder
 from model.accounting import parameter_count
 from pretrain.batching import BatchPlan
 from pretrain.config import RecipeError, RunConfig, from_root, show
@@ -149,6 +150,45 @@ class Plan:
             f"= {verdict.needed_bytes / GB:.2f} GB, the device has {verdict.device_memory_bytes / GB:.2f} GB",
             f"  not counted: {NOT_COUNTED}",
         ]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a run reads until its last step: the mixture in whole numbers, and how often each source is gone through."""
+
+    samples: int
+    stages: list[dict[str, Any]]  # first_sample, period, slots
+    epochs: dict[str, float]
+    warn_epochs: float
+
+    @classmethod
+    def of(cls, config: RunConfig, order: SampleOrder) -> Reading:
+        samples = config.schedule.max_steps * config.batch.global_batch_size
+        return cls(samples, order.describe()["stages"], order.epochs(samples), config.data.warn_epochs)
+
+    @property
+    def too_often(self) -> list[str]:
+        """The sources read more often than `data.warn_epochs` says."""
+        return [source for source, count in self.epochs.items() if count > self.warn_epochs]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, JSON-able."""
+        return {**asdict(self), "too_often": self.too_often}
+
+    def lines(self) -> list[str]:
+        """The same for people, a warning for each source that is read too often."""
+        lines = []
+        for stage in self.stages:
+            slots = ", ".join(f"{source} {count}" for source, count in stage["slots"].items())
+            lines.append(f"mixture from sample {stage['first_sample']:,}: of every {stage['period']:,} samples {slots}")
+        epochs = ", ".join(f"{source} {count:.2f}" for source, count in self.epochs.items())
+        lines.append(f"epochs in {self.samples:,} samples: {epochs}")
+        for name in self.too_often:
+            lines.append(
+                f"warning: {name} is read {self.epochs[name]:,.2f} times, data.warn_epochs is {self.warn_epochs:g}: "
+                "give it less weight or more text, train for fewer steps, or raise that limit"
+            )
+        return lines
 
 
 def plan(config: RunConfig, world_size: int, device_memory_bytes: int | None = None) -> Plan:

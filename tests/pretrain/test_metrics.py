@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.metrics import MetricsLog, all_records, format_duration, read_metrics
+from data_pipeline.order import SampleOrder
+from pretrain.checkpoint import TrainState
+from pretrain.metrics import MetricsLog, Report, all_records, format_duration, read_metrics
+from pretrain.run_directory import RunDirectory
+from tests.pretrain.recipe import recipe
 
 
 def write(path: Path, attempt: int, losses: dict[int, float]) -> None:
@@ -57,3 +61,18 @@ def test_full_precision_and_strict_json(tmp_path: Path) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_a_run_says_at_its_start_what_it_reads_and_how_often(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order = SampleOrder(seed=1, seq_len=4, tokens={"a": 801, "b": 2401})
+    for limit, warned in ((3.9, ["a", "b"]), (4.0, [])):
+        config = recipe(data={"warn_epochs": limit}, logging={"tensorboard": False})
+        with Report(RunDirectory(tmp_path), config, active=True) as report:
+            report.begins(1, TrainState(), None, order)
+        said = capsys.readouterr().err.splitlines()
+        assert said[:2] == [
+            "mixture from sample 0: of every 4 samples a 1, b 3", "epochs in 3,200 samples: a 4.00, b 4.00"
+        ]  # fmt: skip
+        assert [line.split()[1] for line in said if line.startswith("warning: ")] == warned

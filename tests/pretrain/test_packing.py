@@ -235,8 +235,14 @@ def test_what_packing_does_is_said_before_a_run(command: Callable[..., tuple[int
     assert (code, err) == (0, "")
     assert "packing best_fit, an epoch of each source:\n  code: " in out
     assert out.count("padding included") == 2
+    assert "\nmixture from sample 0: of every " in out
+    assert "\nepochs in " in out
+    assert "warning" not in out
+    _, out, _ = command("plan", "--check-data", "--set", "data.warn_epochs=0.001")
+    assert out.count("\nwarning: code is read ") == out.count("\nwarning: english is read ") == 1
     _, out, _ = command("plan", "--check-data", "--json", "--set", "data.packing=concat")
     figures = json.loads(out)["packing"]
+    assert sorted(json.loads(out)["reading"]["epochs"]) == ["code", "english"]
     assert sorted(figures) == ["code", "english"]
     assert all(one["documents_cut"] > 100 and one["tokens_padded"] == 0 for one in figures.values())
 

@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
+from data_pipeline.order import SampleOrder, Stage
 from pretrain.config import PROJECT_ROOT, RecipeError, load_recipe
-from pretrain.plan import parse_memory, plan
+from pretrain.plan import Reading, parse_memory, plan
+from tests.pretrain.recipe import recipe
 
 RECIPES = PROJECT_ROOT / "pretrain" / "recipes"
 
@@ -62,6 +64,25 @@ def test_the_verdict_counts_the_allowance():
     fitting = plan(config, 1, verdict.needed_bytes).verdict
     assert fitting is not None
     assert fitting.fits
+
+
+def test_epochs_are_stated_and_warned_about_above_the_limit():
+    """3,200 samples, a tenth of them from 100 windows, the rest from 1,000; then the last 1,200 from the smaller."""
+    order = SampleOrder(
+        seed=1, seq_len=4, tokens={"large": 4001, "small": 401, "unread": 9},
+        stages=[Stage(0, {"small": 0.1, "large": 0.9}), Stage(2000, {"small": 1})],
+    )  # fmt: skip
+    reading = Reading.of(recipe(), order)
+    assert reading.epochs == {"large": 1.8, "small": 14.0, "unread": 0.0}
+    assert reading.lines() == [
+        "mixture from sample 0: of every 10 samples large 9, small 1",
+        "mixture from sample 2,000: of every 1 samples small 1",
+        "epochs in 3,200 samples: large 1.80, small 14.00, unread 0.00",
+        "warning: small is read 14.00 times, data.warn_epochs is 4: give it less weight or more text, train for fewer "
+        "steps, or raise that limit",
+    ]
+    for limit, warned in ((14.0, []), (13.9, ["small"]), (1.8, ["small"]), (1.7, ["large", "small"])):
+        assert Reading.of(recipe(data={"warn_epochs": limit}), order).to_dict()["too_often"] == warned
 
 
 def test_the_command_reports_and_fails_when_it_cannot_fit():

@@ -1,6 +1,7 @@
 """What a model is: the sizes that define it, the presets, and the checks on both. No torch."""
 
 import difflib
+import re
 import reprlib
 import warnings
 from collections.abc import Mapping
@@ -8,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 FUSED_HEAD_DIMS = (64, 128)
-ROPE_LAYOUTS = ("rotate_half",)
+ROPE_LAYOUTS = ("rotate_half", "interleaved")
 LIMITS = {int: 2**31, float: 1e30}  # what a tensor takes as a size, what fp32 holds with room for products
 
 
@@ -38,8 +39,8 @@ class ModelConfig:
     """The sizes of one decoder.
 
     `seq_len` is the training window and the last position the RoPE tables know. `rope_layout` names which
-    dimensions RoPE pairs: "rotate_half" pairs i with i + head_dim/2 (Hugging Face). It travels with the weights,
-    since weights read in another layout give no error, only nonsense.
+    dimensions RoPE pairs: "rotate_half" pairs i with i + head_dim/2 (Hugging Face), "interleaved" 2i with 2i + 1 (Meta).
+    It travels with the weights, since weights read in another layout give no error, only nonsense.
     """
 
     vocab_size: int
@@ -140,6 +141,18 @@ def preset_named(name: object) -> ModelConfig:
         near = nearest(name, PRESETS) if isinstance(name, str) else ""
         raise ModelConfigError(f"unknown preset {_show(name)}{near}; presets: {', '.join(PRESETS)}")
     return PRESETS[name]
+
+
+def checkpointing_period(mode: str) -> int:
+    """Each how many-th block drops what it computed until backward: 0 for "none", 1 for "selective" and "full", N for
+    "every-N", N from 2. ModelConfigError for any other word.
+    """
+    every = re.fullmatch(r"every-([1-9]\d{0,5})", mode)
+    if mode in ("none", "selective", "full"):
+        return 0 if mode == "none" else 1
+    if every is None or every[1] == "1":
+        raise ModelConfigError('should be "none", "selective", "every-N" with N from 2 (each N-th block), or "full"')
+    return int(every[1])
 
 
 def nearest(word: str, known: Any) -> str:

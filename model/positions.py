@@ -1,10 +1,14 @@
 """Positions: RoPE turns each pair of dimensions of q and k by an angle that grows with the position.
 
 Since only the difference of two angles survives in q·k, attention sees relative distance (Su et al. 2021, eq. 34).
+Which dimensions make a pair is a convention, the layout: "rotate_half" pairs i with i + head_dim/2 (Hugging Face),
+"interleaved" 2i with 2i + 1 (the paper, Meta, llama.cpp). Weights learnt under one give nonsense under the other, and
+no error, until the rows of q_proj and k_proj are reordered: `reorder`.
+
 Suffixes: b batch, t positions, h heads, d the head's dimensions (the tables hold one column per pair, d/2).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +34,36 @@ def positions_within_documents(documents_bt: Tensor) -> Tensor:
     return index_t - torch.where(begins_bt, index_t, 0).cummax(dim=1).values
 
 
-def rotate(x_bhtd: Tensor, cos_td: Tensor, sin_td: Tensor) -> Tensor:
-    """Turn dimension i with i + head_dim/2 by the tables' angles (rotate-half layout); same shape and dtype as x.
+def rotate(x_bhtd: Tensor, cos_td: Tensor, sin_td: Tensor, layout: str = "rotate_half") -> Tensor:
+    """Turn each pair of dimensions by the tables' angles, pairs as the layout has them; same shape and dtype as x.
 
     Half-precision x meets the fp32 tables in fp32 and is rounded once, at the end.
     """
-    left, right = x_bhtd.chunk(2, dim=-1)
-    turned = torch.cat((left * cos_td - right * sin_td, right * cos_td + left * sin_td), dim=-1)
+    if layout == "interleaved":
+        even, odd = x_bhtd[..., 0::2], x_bhtd[..., 1::2]
+        turned = torch.stack((even * cos_td - odd * sin_td, odd * cos_td + even * sin_td), dim=-1).flatten(-2)
+    else:
+        left, right = x_bhtd.chunk(2, dim=-1)
+        turned = torch.cat((left * cos_td - right * sin_td, right * cos_td + left * sin_td), dim=-1)
     return turned.to(x_bhtd.dtype)
+
+
+def reorder(weights: Mapping[str, Tensor], head_dim: int, *, have: str, want: str) -> dict[str, Tensor]:
+    """A model's weights by name, made for one layout, so that they give the same logits under another.
+
+    The rows of each head in q_proj and k_proj, (heads · head_dim, d_model), change places; the scores q·k are sums of
+    the same products in another order. Other weights are given on as they are. There and back is the identity, bit for
+    bit.
+    """
+    if have == want:
+        return dict(weights)
+    pairs = (2, head_dim // 2) if want == "interleaved" else (head_dim // 2, 2)
+    return {
+        name: weight.reshape(-1, *pairs, weight.shape[1]).transpose(1, 2).flatten(0, 2)
+        if name.endswith(("q_proj.weight", "k_proj.weight"))
+        else weight
+        for name, weight in weights.items()
+    }
 
 
 class RotaryEmbedding(nn.Module):
@@ -78,8 +104,14 @@ class RotaryEmbedding(nn.Module):
 
         Errors as above.
         """
-        self._check(documents_bt.shape[1])
-        positions_bt = positions_within_documents(documents_bt)
+        return self.at(positions_within_documents(documents_bt), stop=documents_bt.shape[1])
+
+    def at(self, positions_bt: Tensor, *, stop: int) -> tuple[Tensor, Tensor]:
+        """cos and sin, each (b, 1, t, head_dim/2) fp32, of any positions, all of them below `stop`.
+
+        Errors as above, found without looking at a device's numbers.
+        """
+        self._check(stop)
         return self.cos_td[positions_bt][:, None], self.sin_td[positions_bt][:, None]
 
     def _check(self, stop: int) -> None:

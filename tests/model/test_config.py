@@ -36,7 +36,7 @@ def test_a_config_survives_its_dict() -> None:
         ({"preset": "mini", "tied": 1}, "tied = 1 must be of type bool"),
         ({"preset": "mini", "n_heads": 7}, "n_heads = 7 must be a multiple of n_kv_heads = 2"),
         ({"preset": "mini", "head_dim": 63}, "head_dim = 63 must be even"),
-        ({"preset": "mini", "rope_layout": "interleaved"}, "rope_layout"),
+        ({"preset": "mini", "rope_layout": "half"}, 'rope_layout = "half" is unknown; known: rotate_half, interleaved'),
     ],
 )
 def test_a_wrong_table_is_refused_in_one_line(table: dict[str, object], words: str) -> None:

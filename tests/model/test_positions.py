@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -6,35 +7,61 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model.positions import RotaryEmbedding, rope_tables, rotate
+from model.config import ModelConfig
+from model.positions import RotaryEmbedding, reorder, rope_tables, rotate
+from model.transformer import Transformer
 from tests.model import reference
-from tests.model.conftest import seeded
+from tests.model.conftest import lively, random_ids, seeded
 
 
-def neighbours(x_td: Tensor, cos_td: Tensor, sin_td: Tensor) -> Tensor:
-    """The other layout: dimension 2i pairs with 2i + 1."""
-    even, odd = x_td[..., 0::2], x_td[..., 1::2]
-    return torch.stack((even * cos_td - odd * sin_td, odd * cos_td + even * sin_td), dim=-1).flatten(-2).to(x_td.dtype)
-
-
-def distance_from_numpy(turn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> float:
+def distance_from_numpy(layout: str) -> float:
     x_td = torch.randn(40, 64, dtype=torch.float64, generator=seeded(0))
-    turned = turn(x_td, *rope_tables(64, 40, 10000.0))
+    turned = rotate(x_td, *rope_tables(64, 40, 10000.0), layout)
     return float(np.abs(turned.numpy() - reference.rope(x_td.numpy(), 10000.0)).max())
 
 
 def test_rotation_against_numpy_and_the_other_layout_is_caught() -> None:
-    assert distance_from_numpy(rotate) < 1e-6
-    assert distance_from_numpy(neighbours) > 0.1
+    assert distance_from_numpy("rotate_half") < 1e-6
+    assert distance_from_numpy("interleaved") > 0.1
 
 
-def test_a_shift_of_both_positions_leaves_the_score() -> None:
+def test_the_interleaved_layout_turns_neighbours() -> None:
+    """Pair i as the complex number x[2i] + j x[2i + 1], turned by position · base^(-2i/head_dim) (RoFormer, eq. 34)."""
+    x_td = torch.randn(40, 64, dtype=torch.float64, generator=seeded(0))
+    turned = rotate(x_td, *rope_tables(64, 40, 10000.0), "interleaved").numpy()
+    angle = np.arange(40)[:, None] * 10000.0 ** (-np.arange(0, 64, 2) / 64)
+    z = (x_td[:, 0::2].numpy() + 1j * x_td[:, 1::2].numpy()) * np.exp(1j * angle)
+    assert np.abs(turned[:, 0::2] - z.real).max() < 1e-6
+    assert np.abs(turned[:, 1::2] - z.imag).max() < 1e-6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("have, want", [("rotate_half", "interleaved"), ("interleaved", "rotate_half")])
+def test_reordered_weights_give_the_same_logits_under_the_other_layout(
+    have: str, want: str, tiny_config: ModelConfig
+) -> None:
+    model, other = (lively(Transformer(replace(tiny_config, rope_layout=layout))).eval() for layout in (have, want))
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    ids_bt = random_ids(tiny_config, 2, 40)
+    expected = model(ids_bt)
+    assert float((other(ids_bt) - expected).abs().max()) > 0.1  # read across without a word: nonsense
+    there = reorder(weights, 64, have=have, want=want)
+    other.load_state_dict(there, strict=False)
+    assert float((other(ids_bt) - expected).abs().max()) < 1e-5
+    changed = {name for name, weight in there.items() if not torch.equal(weight, weights[name])}
+    assert changed == {f"layers.{layer}.self_attn.{name}_proj.weight" for layer in range(3) for name in "qk"}
+    back = reorder(there, 64, have=want, want=have)
+    assert all(torch.equal(back[name], weight) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("layout", ["rotate_half", "interleaved"])
+def test_a_shift_of_both_positions_leaves_the_score(layout: str) -> None:
     q, k = torch.randn(2, 1, 128, dtype=torch.float64, generator=seeded(0))
     i = torch.arange(64, dtype=torch.float64)
 
     def turned(x: Tensor, position: int) -> Tensor:
         angle = (position * 10000.0 ** (-i / 64))[None]
-        return rotate(x, angle.cos(), angle.sin())
+        return rotate(x, angle.cos(), angle.sin(), layout)
 
     scores = [float(turned(q, 5 + shift) @ turned(k, shift).T) for shift in (0, 1, 17, 300, 2000, 100_000)]
     assert max(scores) - min(scores) < 1e-10

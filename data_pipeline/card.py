@@ -1,7 +1,7 @@
 """A data card: what a collection holds and what it was made of, as Markdown and a picture of the document lengths.
 
-Lengths come from the document ends alone. The shares of scripts come from a seeded sample of documents, decoded; they
-say which letters there are, not which language: Latin letters are English, Vietnamese and most code alike.
+Lengths come from the document ends alone. Languages and scripts come from a seeded sample of documents, decoded: shares
+of documents by the language that each is mostly in, and shares of characters by their script.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import io
 import random
 import unicodedata
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.durable import write_file
+from data_pipeline.languages import language_of
 from data_pipeline.order import PackingMode
 from data_pipeline.packing import PackingFigures, measure_packing
 from data_pipeline.shards import SPLITS, Collection, DataFormatError, Source, Split, SplitName
@@ -57,27 +59,31 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Card:
-    """All that a card says, ready to be written. `scripts`: shares of the characters of the sample, by source."""
+    """All that a card says, ready to be written. By source, of the sample: `languages` shares of its documents,
+    `scripts` shares of its characters, largest first."""
 
     collection: Collection
     lengths: dict[str, dict[SplitName, Lengths]]
+    languages: dict[str, dict[str, float]]
     scripts: dict[str, dict[str, float]]
     packing: dict[str, dict[PackingMode, PackingFigures]]
     seq_len: int
 
 
 def make_card(collection: Collection, codec: Codec, *, seq_len: int, seed: int = 0) -> Card:
-    """Count lengths and sample scripts. Cost: reads every .idx, and at most 200 documents a source of the .bin."""
+    """Count lengths, sample texts. Cost: reads every .idx, and at most 200 documents a source of the .bin."""
     lengths = {
         name: {split: measured for split in SPLITS if (measured := measure_lengths(source.splits[split]))}
         for name, source in collection.sources.items()
     }
-    scripts = {name: script_shares(source, codec, seed=seed) for name, source in collection.sources.items()}
+    texts = {name: sample_texts(source, codec, seed=seed) for name, source in collection.sources.items()}
+    languages = {name: language_shares(sample) for name, sample in texts.items()}
+    scripts = {name: script_shares(sample) for name, sample in texts.items()}
     packing = {
         name: {mode: measure_packing(source.splits["train"], seq_len, mode) for mode in _COMPARED}
         for name, source in collection.sources.items()
     }
-    return Card(collection, lengths, scripts, packing, seq_len)
+    return Card(collection, lengths, languages, scripts, packing, seq_len)
 
 
 def measure_lengths(split: Split) -> Lengths | None:
@@ -104,9 +110,9 @@ def measure_lengths(split: Split) -> Lengths | None:
     return Lengths(documents, sizes[0], quantile(0.5), quantile(0.9), quantile(0.99), sizes[-1], mean, bins)
 
 
-def script_shares(source: Source, codec: Codec, *, seed: int = 0) -> dict[str, float]:
-    """Shares of kinds of characters in up to 200 documents of both splits, 2,048 tokens each, largest first."""
-    counts: Counter[str] = Counter()
+def sample_texts(source: Source, codec: Codec, *, seed: int = 0) -> list[str]:
+    """Up to 200 documents of both splits, drawn by the seed, in their order; of each the first 2,048 tokens."""
+    texts = []
     rng = random.Random(f"{seed} {source.name}")
     total = sum(source.splits[split].documents for split in SPLITS)
     drawn = sorted(rng.sample(range(total), min(SAMPLED_DOCUMENTS, total)))
@@ -117,10 +123,23 @@ def script_shares(source: Source, codec: Codec, *, seed: int = 0) -> dict[str, f
             if first <= number < first + stream.documents:
                 start, stop = stream.document(number - first)
                 ids = stream.read(start, min(stop - 1, start + SAMPLED_TOKENS))
-                counts.update(map(kind_of_character, codec.decode(ids)))
+                texts.append(codec.decode(ids))
         first += stream.documents
-    characters = counts.total()
-    return {kind: count / characters for kind, count in counts.most_common()}
+    return texts
+
+
+def language_shares(texts: Iterable[str]) -> dict[str, float]:
+    """Shares of texts by the language that each is mostly in, largest first."""
+    return _shares(Counter(language_of(text, Counter(map(kind_of_character, text))) for text in texts))
+
+
+def script_shares(texts: Iterable[str]) -> dict[str, float]:
+    """Shares of characters by their kind, largest first."""
+    return _shares(Counter(kind_of_character(character) for text in texts for character in text))
+
+
+def _shares(counts: Counter[str]) -> dict[str, float]:
+    return {kind: count / counts.total() for kind, count in counts.most_common()}
 
 
 @lru_cache(maxsize=1 << 16)
@@ -161,7 +180,8 @@ def render_card(card: Card, picture: str | None = None) -> str:
                 f"| {name} | {side} | {split.documents:,} | {split.tokens:,} | {split.text_bytes:,} | {ratio}"
                 f" | {len(split.shards)} |"
             )
-    lines += ["", *_made_of(collection), *_windows(card), *_packing(card), *_lengths(card, picture), *_scripts(card)]
+    lines += ["", *_made_of(collection), *_windows(card), *_packing(card), *_lengths(card, picture)]
+    lines += [*_languages(card), *_scripts(card)]
     return "\n".join(lines) + "\n"
 
 
@@ -242,14 +262,26 @@ def _lengths(card: Card, picture: str | None) -> list[str]:
     return [*lines, ""]
 
 
-def _scripts(card: Card) -> list[str]:
-    lines = [
-        "## Scripts", "",
-        f"Shares of characters in up to {SAMPLED_DOCUMENTS} documents a source, drawn at random, {SAMPLED_TOKENS:,}"
-        " tokens of each. Letters are told apart by their script; this is no detector of languages.", "",
-        "| source | characters |", "|---|---|",
+def _languages(card: Card) -> list[str]:
+    return [
+        "## Languages", "",
+        f"Shares of documents by the language that each is mostly in, of up to {SAMPLED_DOCUMENTS} documents a source,"
+        f" drawn at random, {SAMPLED_TOKENS:,} tokens of each. Told by letters and small words; some twenty languages"
+        " are known, the rest is \"other\".", "",
+        *_table_of_shares("documents", card.languages), "",
     ]  # fmt: skip
-    for name, shares in card.scripts.items():
+
+
+def _scripts(card: Card) -> list[str]:
+    return [
+        "## Scripts", "", "Shares of characters in the same documents.", "",
+        *_table_of_shares("characters", card.scripts),
+    ]  # fmt: skip
+
+
+def _table_of_shares(of: str, by_source: dict[str, dict[str, float]]) -> list[str]:
+    lines = [f"| source | {of} |", "|---|---|"]
+    for name, shares in by_source.items():
         shown = [f"{kind} {share:.1%}" for kind, share in shares.items() if share >= 0.001]
         rest = ["others below 0.1%"] if len(shown) < len(shares) else []
         lines.append(f"| {name} | {', '.join(shown + rest)} |")

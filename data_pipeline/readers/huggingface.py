@@ -7,6 +7,7 @@ WebDataset, …) are streamed through the library, a file at a time.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,6 +105,7 @@ def _resolve(address: str) -> tuple[Any, list[Place]]:
     if not Path(name).exists():
         name, _, revision = name.partition("@")
     datasets.disable_progress_bars()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each of its attempts; the last counts
     with _library(address):
         builder = datasets.load_dataset_builder(name, config, revision=revision or None)
         by_split = dict(builder.config.data_files or {})

@@ -7,7 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.card import kind_of_character, make_card, measure_lengths, plot_lengths, render_card, script_shares
+from data_pipeline.card import (
+    kind_of_character,
+    language_shares,
+    make_card,
+    measure_lengths,
+    plot_lengths,
+    render_card,
+    sample_texts,
+    script_shares,
+)
 from data_pipeline.shards import DataFormatError, ShardWriter, Split
 from data_pipeline.stream import TokenStream
 from tests.data_pipeline.conftest import SmallCollection
@@ -50,17 +59,26 @@ def test_characters_are_told_apart_by_script(characters: str, kind: str) -> None
 def test_shares_are_of_the_sampled_text(small: SmallCollection, codec: Codec) -> None:
     """All documents are fewer than the sample takes, and the longest is not much longer than what it takes of each."""
     source = small.collection.sources["files"]
-    shares = script_shares(source, codec)
+    sample = sample_texts(source, codec)
+    shares = script_shares(sample)
     assert sum(shares.values()) == pytest.approx(1)
     assert list(shares.values()) == sorted(shares.values(), reverse=True)
     streams = [TokenStream(split) for split in source.splits.values()]
-    text = "".join(
+    assert sample == [
         codec.decode(stream.read(start, min(stop - 1, start + 2048)))
         for stream in streams for start, stop in map(stream.document, range(stream.documents))
-    )  # fmt: skip
+    ]  # fmt: skip
+    text = "".join(sample)
     latin = sum(one.isascii() and one.isalpha() for one in text) / len(text)
     assert shares["Latin"] == pytest.approx(latin, abs=0.001)
-    assert script_shares(source, codec, seed=1) == pytest.approx(shares)
+    assert sample_texts(source, codec, seed=1) == sample
+
+
+def test_shares_of_languages_count_documents() -> None:
+    english = "It is a truth that the sample of this text was made for the card and not for a reader."
+    shares = language_shares([english, english, english, "学而时习之", "for (i = 0; i < n; i++) { a[i] = b[i]; }"])
+    assert shares == {"English": 0.6, "Chinese": 0.2, "code or markup": 0.2}
+    assert language_shares([]) == script_shares([]) == {}
 
 
 def test_the_card_says_what_the_collection_holds(small: SmallCollection, codec: Codec, tmp_path: Path) -> None:
@@ -76,6 +94,7 @@ def test_the_card_says_what_the_collection_holds(small: SmallCollection, codec: 
         for reason, count in source.manifest["dropped"].items():
             assert f"- {name}, dropped: {count} {reason}\n" in text
         assert f"| {len({one['path'] for one in source.manifest['provenance']['files']})} |" in text
+    assert "\n## Languages\n" in text
     assert "Latin" in text
     assert "![lengths of documents](lengths.png)" in text
     assert "![" not in render_card(card)

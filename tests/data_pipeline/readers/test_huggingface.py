@@ -2,7 +2,9 @@
 
 import bz2
 import gzip
+import io
 import json
+import logging
 import lzma
 from pathlib import Path
 
@@ -110,6 +112,24 @@ def test_a_name_that_leads_nowhere_is_one_clear_line(configs: str, tmp_path: Pat
         with pytest.raises(CorpusError, match=words) as caught:
             texts(address)
         assert "\n" not in str(caught.value)
+
+
+def test_a_hub_out_of_reach_is_one_line_without_the_librarys_remarks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each attempt that fails is a warning of huggingface_hub's logger."""
+    library, said = logging.getLogger("huggingface_hub"), io.StringIO()
+    monkeypatch.setattr(library, "handlers", [logging.StreamHandler(said)])
+    monkeypatch.setattr(library, "level", logging.WARNING)
+
+    def fail(*_: object, **__: object) -> None:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s")
+        raise ConnectionError("the hub is far")
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", fail)
+    with pytest.raises(CorpusError, match=r"hf:user/set: `datasets` cannot read it: the hub is far$"):
+        find_files("hf:user/set")
+    assert said.getvalue() == ""
 
 
 def test_the_revision_of_a_name_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

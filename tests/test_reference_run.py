@@ -17,6 +17,9 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from model.accounting import flops_per_token, parameter_count
+from pretrain.config import load_recipe
+
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = ROOT / "docs" / "reference-run.md"
 SAMPLE = ROOT / "data_pipeline" / "sample_corpus"
@@ -84,6 +87,23 @@ def smaller_recipe(text: str, folder: Path) -> str:
         assert old in text, old
         text = text.replace(old, new)
     return text.replace("\n[batch]", f"\n{stage}\n\n[batch]")
+
+
+def test_the_hours_are_what_the_flops_and_the_stated_mfu_give() -> None:
+    text = PAPER.read_text(encoding="utf-8")
+    config = load_recipe(ROOT / "pretrain" / "recipes" / "0.5b.toml")
+    tokens = config.batch.global_batch_size * config.model.seq_len * config.schedule.max_steps
+    each = flops_per_token(config.model).causal
+    flops = each * tokens
+    for figure in (f"{parameter_count(config.model):,} parameters", f"{tokens:,} tokens", f"{each:,} a token"):
+        assert figure in text
+    assert f"{flops:.3g}".replace("e+", "e") in text
+    rows = re.findall(r"^\| (\d+) × (\S.*?) \| (\d+) TFLOP/s \| (\d+) % \| ([\d.]+) \|$", text, flags=re.MULTILINE)
+    assert len(rows) == 4
+    for devices, name, peak, mfu, stated in rows:
+        hours = flops / (int(devices) * float(peak) * 1e12 * int(mfu) / 100) / 3600
+        digits = len(stated.partition(".")[2])
+        assert f"{hours:.{digits}f}" == stated, name
 
 
 @pytest.mark.soak

@@ -4,20 +4,32 @@ Suffixes of tensor names: b batch, t tokens, d model width, v vocabulary.
 Parameter names are Hugging Face's, without the leading "model.".
 """
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from model.attention import Attention, KVCache, Mask, document_mask
-from model.config import ModelConfig
+from model.config import ModelConfig, checkpointing_period
 from model.feedforward import SwiGLU
-from model.loss import LossSum, next_token_loss
+from model.loss import Head, LossSum
 from model.norms import RMSNorm
 from model.positions import RotaryEmbedding
+
+# What "selective" checkpointing keeps: matrix products and attention, by the names autograd knows them under.
+_aten = torch.ops.aten
+COSTLY_OPERATIONS = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+]
 
 
 class Block(nn.Module):
@@ -48,13 +60,17 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The whole model. Tied means that embedding and head are one Parameter, not two that are kept equal.
 
-    activation_checkpointing: "full" keeps only each block's input and runs the block again in backward: the same
-    gradients, bit for bit in fp32, for a third more compute.
+    activation_checkpointing: "full" keeps only each block's input and runs the block again in backward, a third more
+    compute; "every-N" does so with each N-th block; "selective" keeps of each block what is costly to compute again,
+    the outputs of matrices and attention, and recomputes norms, RoPE, SiLU and sums. The gradients are the same, bit
+    for bit in fp32.
     loss_chunk_tokens: how many tokens' logits exist at a time while the loss is computed.
+    z_loss: the coefficient of the z-loss, see `next_token_loss`.
     """
 
-    activation_checkpointing: Literal["none", "full"] = "none"
+    activation_checkpointing: str = "none"
     loss_chunk_tokens: int = 1024
+    z_loss: float = 0.0
 
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -63,7 +79,7 @@ class Transformer(nn.Module):
         self.rotary = RotaryEmbedding(config.head_dim, config.seq_len, config.rope_base)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
-        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.lm_head = Head(config.d_model, config.vocab_size)
         self._tie()
         self.init_weights(generator)
 
@@ -77,7 +93,7 @@ class Transformer(nn.Module):
         """Logits (b, t, vocab_size) of the next token; or, given targets, the summed loss and the token count.
 
         targets_bt[b, t] is the id that follows ids_bt[b, t] (the shift is the caller's); -100 is ignored.
-        With a cache, ids_bt are the tokens after those the cache holds, and are added to it.
+        With a cache, ids_bt are the tokens after those that each row of it holds, and are added to it.
         With documents_bt, equal numbers for the tokens of one document, which stand side by side, each document is
         read as if it were alone: positions begin at 0 with it, attention stays within it.
         ValueError when positions run past seq_len, and for documents together with a cache.
@@ -86,29 +102,49 @@ class Transformer(nn.Module):
         if targets_bt is None:
             logits_btv: Tensor = self.lm_head(hidden_btd)
             return logits_btv
-        return next_token_loss(self.lm_head, hidden_btd, targets_bt, self.loss_chunk_tokens)
+        loss: LossSum = self.lm_head(hidden_btd, targets_bt, self.loss_chunk_tokens, self.z_loss)
+        return loss
 
     def hidden(self, ids_bt: Tensor, cache: KVCache | None = None, documents_bt: Tensor | None = None) -> Tensor:
         """What the head reads: the residual stream after the last norm, (b, t, d_model)."""
         tokens = ids_bt.shape[1]
         mask = None
-        if documents_bt is None:
-            rotation = self.rotary(cache.length if cache is not None else 0, tokens)
-        elif cache is None:
+        if documents_bt is not None:
+            if cache is not None:
+                raise ValueError("a cache holds one document a row: leave out documents_bt")
             rotation = self.rotary.within_documents(documents_bt)
             mask = document_mask(documents_bt)
+        elif cache is None:
+            rotation = self.rotary(0, tokens)
         else:
-            raise ValueError("a cache holds one document a row: leave out documents_bt")
+            rotation = self._rotation_after(cache, tokens)
+            mask = cache.mask(tokens)
         x_btd: Tensor = self.embed_tokens(ids_bt)
-        for block in self.layers:
-            if self.activation_checkpointing == "full" and torch.is_grad_enabled():
-                x_btd = checkpoint(block, x_btd, rotation, cache, mask, use_reentrant=False, preserve_rng_state=False)
+        period = checkpointing_period(self.activation_checkpointing) if torch.is_grad_enabled() else 0
+        for layer, block in enumerate(self.layers):
+            if period and layer % period == 0:
+                x_btd = self._checkpointed(block, x_btd, rotation, cache, mask)
             else:
                 x_btd = block(x_btd, rotation, cache, mask)
         if cache is not None:
             cache.advance(tokens)
         normed_btd: Tensor = self.norm(x_btd)
         return normed_btd
+
+    def _checkpointed(self, block: nn.Module, *inputs: object) -> Tensor:
+        """The block's output; what backward needs of the block, apart from its inputs, is computed again then."""
+        keep: Callable[[], Any] = noop_context_fn
+        if self.activation_checkpointing == "selective":
+            keep = functools.partial(create_selective_checkpoint_contexts, COSTLY_OPERATIONS)
+        out_btd: Tensor = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=keep)
+        return out_btd
+
+    def _rotation_after(self, cache: KVCache, tokens: int) -> tuple[Tensor, Tensor]:
+        """The angles of the next `tokens` of each row: one slice of the tables where all rows stand at one position."""
+        if cache.is_even:
+            rotation: tuple[Tensor, Tensor] = self.rotary(cache.longest, tokens)
+            return rotation
+        return self.rotary.at(cache.positions(tokens), stop=cache.longest + tokens)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:

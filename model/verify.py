@@ -124,15 +124,15 @@ def check_initial_loss(model: Transformer, ids_bt: Tensor, targets_bt: Tensor) -
     config = model.config
     extra = config.init_std**2 * config.d_model / 2
     expected = math.log(config.vocab_size) + extra
-    loss_sum, token_count = model(ids_bt, targets_bt)
-    measured = float(loss_sum / token_count)
+    loss = model(ids_bt, targets_bt)
+    measured = float(loss.cross_entropy_sum / loss.token_count)
     passed = abs(measured - expected) <= LOSS_TOLERANCE
     return Check(
         "initial loss",
         passed=passed,
         expected=f"{expected:.4f} ± {LOSS_TOLERANCE}",
         formula=f"ln({config.vocab_size}) + init_std² · d_model / 2 = {math.log(config.vocab_size):.4f} + {extra:.4f}",
-        measured=f"{measured:.4f} ({measured - expected:+.4f}) over {int(token_count):,} tokens",
+        measured=f"{measured:.4f} ({measured - expected:+.4f}) over {int(loss.token_count):,} tokens",
         likely_causes=_causes([] if passed else ["loss too low" if measured < expected else "loss too high"]),
     )
 
@@ -167,18 +167,19 @@ def check_causality(model: Transformer, generator: torch.Generator) -> Check:
 
 
 def check_cache(model: Transformer, generator: torch.Generator) -> Check:
-    """Logits with a cache equal the full pass, the prompt read in one chunk or several; it holds kv heads only."""
+    """Logits with a cache equal the full pass, read in chunks of any size, in rows of any lengths; kv heads only."""
     config = model.config
     tokens = min(20, config.seq_len)
     prompt = tokens - tokens // 5
     ids_bt = _random_ids(config, (2, tokens), generator)
     full_btv = model(ids_bt)
-    worst, measured_bytes = 0.0, 0
+    differences, measured_bytes = [_ragged_difference(model, ids_bt, full_btv, min(prompt, tokens - 1))], 0
     for chunks in ([prompt], [prompt // 3, 1, prompt - prompt // 3 - 1]):
         cache = KVCache(config, batch_size=2, max_tokens=tokens)
         logits_btv = _read_in_chunks(model, ids_bt, [*chunks, *[1] * (tokens - prompt)], cache)
-        worst = max(worst, float((logits_btv - full_btv).abs().max()))
+        differences.append((logits_btv - full_btv).abs().max())
         measured_bytes = cache.nbytes
+    worst = float(torch.stack(differences).max())  # NaN if any is
     expected_bytes = kv_cache_bytes_per_token(config, FP32_BYTES) * tokens * 2
     causes = []
     if not worst <= CACHE_TOLERANCE:
@@ -189,7 +190,8 @@ def check_cache(model: Transformer, generator: torch.Generator) -> Check:
         "cache",
         passed=not causes,
         expected=f"logits of the full pass within {CACHE_TOLERANCE:g}; {expected_bytes:,} bytes",
-        formula=f"max |Δ logits|, {prompt} of {tokens} tokens in 1 and in 3 chunks, the rest one by one;"
+        formula=f"max |Δ logits|, {prompt} of {tokens} tokens in 1 and in 3 chunks, the rest one by one, and with"
+        " a prompt a third as long beside it;"
         " 2 · n_layers · n_kv_heads · head_dim · 4 B (fp32) · tokens · sequences",
         measured=f"{worst:.2e}; {measured_bytes:,} bytes",
         likely_causes=_causes(causes),
@@ -206,6 +208,20 @@ def _check_loss_on_random_targets(model: Transformer, generator: torch.Generator
 
 def _read_in_chunks(model: Transformer, ids_bt: Tensor, chunks: Sequence[int], cache: KVCache) -> Tensor:
     return torch.cat([model(chunk_bt, cache=cache) for chunk_bt in torch.split(ids_bt, list(chunks), dim=1)], dim=1)
+
+
+def _ragged_difference(model: Transformer, ids_bt: Tensor, full_btv: Tensor, prompt: int) -> Tensor:
+    """Of the logits, when the first row goes on from `prompt` tokens and the second from a third of them."""
+    tokens, differences = ids_bt.shape[1], []
+    cache = KVCache(model.config, batch_size=2, max_tokens=tokens)
+    model(ids_bt[:, :prompt], cache=cache)  # to the second row, what stands past its length is padding
+    cache.cut([prompt, prompt // 3])
+    one_by_one = (tokens - prompt) // 2
+    for chunk in [tokens - prompt - one_by_one, *[1] * one_by_one]:
+        columns = [slice(length, length + chunk) for length in cache.lengths]
+        ids, expected = (torch.stack([x[row, columns[row]] for row in (0, 1)]) for x in (ids_bt, full_btv))
+        differences.append((model(ids, cache=cache) - expected).abs().max())
+    return torch.stack(differences).max()
 
 
 def _random_ids(config: ModelConfig, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

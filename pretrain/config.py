@@ -31,7 +31,7 @@ from pydantic import (
 )
 
 from data_pipeline.order import PackingMode
-from model.config import ModelConfig, from_table
+from model.config import ModelConfig, checkpointing_period, from_table
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 
@@ -40,6 +40,11 @@ def _place(path: str) -> str:
     if not path.strip() or "\0" in path:
         raise ValueError("should name a file or folder")
     return path
+
+
+def _checkpointing(mode: str) -> str:
+    checkpointing_period(mode)
+    return mode
 
 
 # What becomes the size of a tensor or of a list; what only counts, up to sums that fit 64 bits; what a fp32 tensor can
@@ -159,9 +164,13 @@ class PrecisionTable(_Table):
         return self
 
 
+class LossTable(_Table):
+    z_loss: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0  # times (log Z)², PaLM section 5; 0 is off
+
+
 class MemoryTable(_Table):
-    activation_checkpointing: Literal["none", "full"] = "none"
-    loss_chunk_tokens: Size = 4096
+    activation_checkpointing: Annotated[str, AfterValidator(_checkpointing)] = "none"
+    loss_chunk_tokens: Size = 2048
 
 
 class EvaluationTable(_Table):
@@ -189,11 +198,13 @@ class RunConfig(_Table):
     """A whole recipe. `model` is the architecture's own frozen dataclass, built from the `[model]` table."""
 
     seed: NotNegative = 1
+    initial_weights: Place | None = None  # a checkpoint, or a run's newest; without it they are drawn from the seed
     model: ModelConfig
     data: DataTable
     batch: BatchTable
     schedule: ScheduleTable
     optimizer: OptimizerTable = OptimizerTable()
+    loss: LossTable = LossTable()
     precision: PrecisionTable = PrecisionTable()
     memory: MemoryTable = MemoryTable()
     evaluation: EvaluationTable
@@ -213,6 +224,16 @@ class RunConfig(_Table):
             raise ValueError(
                 f"evaluation.max_tokens {most} is less than one window of model.seq_len {window} tokens: "
                 f"use {window} or more, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _checkpointing_fits_the_blocks(self) -> RunConfig:
+        period, blocks = checkpointing_period(self.memory.activation_checkpointing), self.model.n_layers
+        if period > blocks:
+            raise ValueError(
+                f'memory.activation_checkpointing "every-{period}" of model.n_layers {blocks} blocks: '
+                f"use every-{blocks} at most"
             )
         return self
 
@@ -258,6 +279,8 @@ def to_toml(config: RunConfig) -> str:
     """The resolved recipe, every value written out; `parse_recipe(tomllib.loads(text))` gives an equal config."""
     tables: dict[str, dict[str, Any]] = {}
     lines = [f"seed = {config.seed}"]
+    if config.initial_weights is not None:
+        lines.append(f"initial_weights = {_toml_value(config.initial_weights)}")
     for name in RunConfig.model_fields:
         value = getattr(config, name)
         if isinstance(value, ModelConfig):

@@ -29,7 +29,7 @@ from data_pipeline.packing import number_documents
 from data_pipeline.shards import DataFormatError, Split, open_collection
 from data_pipeline.stream import TokenStream
 from model.loss import IGNORED, LossSum
-from pretrain.checkpoint import load_model, run_of
+from pretrain.checkpoint import find, load_model, run_of, tokenizer_of
 from pretrain.config import RecipeError, from_root, load_recipe
 from pretrain.runtime import Ranks, pick_device
 from tokenizer.codec import Codec
@@ -104,7 +104,7 @@ def evaluate(
                 stream, seq_len, batch_size, eos_id, ranks.rank, ranks.world_size, max_tokens
             ):
                 documents = number_documents(inputs, eos_id) if isolated else None
-                loss_sum += forward(inputs, targets, documents).loss_sum
+                loss_sum += forward(inputs, targets, documents).cross_entropy_sum
                 scored = targets[targets != IGNORED]
                 counts += np.bincount(scored, minlength=vocab_size)
                 done = min(done + len(scored) * ranks.world_size, total)
@@ -142,18 +142,22 @@ def evaluate_checkpoint(
 ) -> dict[str, Score]:
     """Score a run's newest checkpoint, or the one named, on `data` (the run's own collection if None).
 
+    Imported weights have no run: their documents are scored as they stand, one behind the other.
     Raises CheckpointError, DataFormatError or TokenizerError, also where data and checkpoint have other tokenizers.
     """
-    run = run_of(checkpoint)
-    recipe = load_recipe(run.recipe)
+    tokenizer = tokenizer_of(checkpoint)
+    imported = tokenizer.parent == find(checkpoint)
+    recipe = None if imported else load_recipe(run_of(checkpoint).recipe)
     if data is None:
+        if recipe is None:
+            raise RecipeError(f"{checkpoint} are imported weights, which have no data of their own: give --data")
         data = from_root(recipe.data.path)
     collection = open_collection(data)
-    codec = Codec.load(run.tokenizer)
+    codec = Codec.load(tokenizer)
     if codec.fingerprint != collection.fingerprint:
         raise DataFormatError(
             f"{data} was written with the tokenizer {collection.fingerprint[:12]}, {checkpoint} was trained with "
-            f"{codec.fingerprint[:12]}: prepare the text again with --tokenizer {run.tokenizer}"
+            f"{codec.fingerprint[:12]}: prepare the text again with --tokenizer {tokenizer}"
         )
     device = pick_device(0, accelerator)
     model = load_model(checkpoint).to(device)
@@ -177,7 +181,7 @@ def evaluate_checkpoint(
         eos_id=collection.eos_id,
         vocab_size=model.config.vocab_size,
         max_tokens=max_tokens,
-        isolated=isolates_documents(recipe.data.packing),
+        isolated=recipe is not None and isolates_documents(recipe.data.packing),
         ranks=Ranks(0, 0, 1),
         device=device,
         on_tokens=on_tokens,

@@ -187,7 +187,15 @@ class Report:
             self._steady_seconds += self._step_seconds
 
     def step(
-        self, state: TrainState, *, loss: float, tokens: int, lr: float, grad_norm: float, skipped_steps: int
+        self,
+        state: TrainState,
+        *,
+        loss: float,
+        z_loss: float,
+        tokens: int,
+        lr: float,
+        grad_norm: float,
+        skipped_steps: int,
     ) -> None:
         """Record the step that `state` now counts, which learnt from `tokens` targets.
 
@@ -201,6 +209,7 @@ class Report:
                 state.global_step,
                 {
                     "loss": loss,
+                    **({"z_loss": z_loss} if self._config.loss.z_loss else {}),
                     "lr": lr,
                     "grad_norm": grad_norm,
                     "tokens": state.tokens_seen,

@@ -20,12 +20,23 @@ from data_pipeline.stream import TokenStream
 from model.loss import IGNORED
 from model.transformer import Transformer
 from pretrain.batching import BatchPlan
-from pretrain.checkpoint import Checkpoints, TrainState, choose, clear_leftovers
+from pretrain.checkpoint import (
+    Checkpoints,
+    TrainState,
+    choose,
+    clear_leftovers,
+    fill,
+    find,
+    load_weights,
+    refuse_other_model,
+    tokenizer_of,
+    verify,
+)
 from pretrain.config import RecipeError, RunConfig, from_root, to_toml
 from pretrain.engine import TrainingEngine, process_group, read_json, resolve
 from pretrain.evaluate import Score, evaluate, isolates_documents
 from pretrain.metrics import Report
-from pretrain.run_directory import RunDirectory, write_text
+from pretrain.run_directory import CheckpointError, RunDirectory, write_text
 from pretrain.runtime import Ranks, StopRequest, one_ranks_fault, pick_device, seed_everything
 from pretrain.schedule import learning_rate
 from tokenizer.codec import Codec
@@ -40,7 +51,8 @@ Outcome = Literal["finished", "stopped"]
 class StepResult:
     """What one optimizer step measured, over all ranks."""
 
-    loss: float  # nats per token: the mean over the step's tokens, before the update
+    loss: float  # cross-entropy in nats per token: the mean over the step's tokens, before the update
+    z_loss: float  # what loss.z_loss added to it
     tokens: int  # targets learnt from
     grad_norm: float  # of the whole gradient, before clipping
     stop_wanted: bool  # by any rank
@@ -59,14 +71,21 @@ def train_step(
     (tokens,) = engine.sum_over_ranks(sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches))
     scale = plan.gradient_accumulation_steps * plan.world_size / tokens
     engine.set_learning_rate(lr)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
+    loss_sum, cross_entropy_sum = torch.zeros(2, dtype=torch.float64, device=engine.device).unbind()
     for batch in micro_batches:
-        loss = engine.forward(batch.inputs, batch.targets, batch.documents).loss_sum
-        engine.backward(loss * scale)
+        loss = engine.forward(batch.inputs, batch.targets, batch.documents)
+        engine.backward(loss.loss_sum * scale)
         engine.step()
-        loss_sum += loss.detach()
-    total, stops = engine.sum_over_ranks(loss_sum, stop_wanted)
-    return StepResult(total / tokens, int(tokens), grad_norm=engine.gradient_norm(), stop_wanted=stops > 0)
+        loss_sum += loss.loss_sum.detach()
+        cross_entropy_sum += loss.cross_entropy_sum
+    total, cross_entropy, stops = engine.sum_over_ranks(loss_sum, cross_entropy_sum, stop_wanted)
+    return StepResult(
+        loss=cross_entropy / tokens,
+        z_loss=(total - cross_entropy) / tokens,
+        tokens=int(tokens),
+        grad_norm=engine.gradient_norm(),
+        stop_wanted=stops > 0,
+    )
 
 
 # ---------------------------------------------------------------- before the first step
@@ -147,18 +166,39 @@ def sample_order(config: RunConfig, collection: Collection) -> tuple[SampleOrder
         raise RecipeError(f"{config.data.path}: {error}") from None
 
 
+def initial_weights(inputs: Inputs) -> Path | None:
+    """The checkpoint whose weights a new run starts from; None where they are drawn.
+
+    Raises CheckpointError where its files are damaged, its model or its tokenizer another one.
+    """
+    if inputs.config.initial_weights is None:
+        return None
+    path = find(from_root(inputs.config.initial_weights))
+    refuse_other_model(path, inputs.config.model)
+    verify(path)
+    codec = Codec.load(tokenizer_of(path))
+    if codec.fingerprint != inputs.codec.fingerprint:
+        raise CheckpointError(
+            f"initial_weights {path} go with the tokenizer {codec.fingerprint[:12]}, {inputs.config.data.tokenizer} is "
+            f"{inputs.codec.fingerprint[:12]}: prepare the data with --tokenizer {tokenizer_of(path)}"
+        )
+    return path
+
+
 def begin_attempt(
     directory: RunDirectory, inputs: Inputs, resume: str, pids: list[int], say: Callable[[str], None]
-) -> tuple[int, Path | None]:
+) -> tuple[int, Path | None, Path | None]:
     """Take the run directory, choose the checkpoint to go on from, and write down what will run. First rank only.
 
-    Returns the attempt's number and the checkpoint. Raises RunDirectoryError or CheckpointError, with the directory as
-    it was, where another run is at work there or what it holds is not this run.
+    Returns the attempt's number, the checkpoint, and, where there is none, what the initial weights are read from.
+    Raises RunDirectoryError or CheckpointError, with the directory as it was, where another run is at work there or
+    what it holds is not this run.
     """
     directory.lock()
     directory.checkpoints.mkdir(exist_ok=True)
     clear_leftovers(directory.checkpoints)
     chosen = choose(directory.checkpoints, resume, inputs.identity, say)
+    initial = initial_weights(inputs) if chosen is None else None
     recipe = to_toml(inputs.config)
     directory.attempts()  # damaged? then say so before anything is changed
     earlier = directory.recipe.read_bytes().decode(errors="replace") if directory.recipe.exists() else recipe
@@ -171,18 +211,22 @@ def begin_attempt(
             "world_size": inputs.plan.world_size,
             "pids": pids,
             "resumed_from": None if chosen is None else str(chosen),
+            "initial_weights": None if initial is None else str(initial),
             "recipe_changes": [line for line in recipe.splitlines() if line not in earlier.splitlines()],
         }
     )
-    return attempt, chosen
+    return attempt, chosen, initial
 
 
-def build_engine(inputs: Inputs, ranks: Ranks, device: torch.device) -> TrainingEngine:
-    """The model with its initial weights (equal on all ranks: one generator, one seed) inside a DeepSpeed engine."""
+def build_engine(inputs: Inputs, ranks: Ranks, device: torch.device, initial: Path | None = None) -> TrainingEngine:
+    """The model inside a DeepSpeed engine, its weights equal on all ranks: drawn with one seed, or a checkpoint's."""
     config = inputs.config
     model = Transformer(config.model, generator=torch.Generator().manual_seed(config.seed))
+    if initial is not None:
+        fill(model, load_weights(initial)[1], initial)
     model.activation_checkpointing = config.memory.activation_checkpointing
     model.loss_chunk_tokens = config.memory.loss_chunk_tokens
+    model.z_loss = config.loss.z_loss
     return TrainingEngine(model, config, inputs.deepspeed, ranks, device)
 
 
@@ -202,8 +246,12 @@ def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") 
         stack.enter_context(process_group(device))
         report = stack.enter_context(Report(directory, config, active=ranks.is_first))
         pids = ranks.gather(os.getpid())
-        attempt, resumed_from = ranks.on_first(lambda: begin_attempt(directory, inputs, resume, pids, report.say))
-        engine = build_engine(inputs, ranks, device)
+        attempt, resumed_from, initial = ranks.on_first(
+            lambda: begin_attempt(directory, inputs, resume, pids, report.say)
+        )
+        if initial is not None:
+            report.say(f"initial weights from {initial}")
+        engine = build_engine(inputs, ranks, device, initial)
         checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep_last, ranks)
         state = TrainState() if resumed_from is None else checkpoints.load(resumed_from, engine)
         batches = stack.enter_context(loader(inputs, ranks, state))
@@ -219,7 +267,7 @@ def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") 
             state.advance(plan, result.tokens)
             last = state.global_step == schedule.max_steps
             report.step(
-                state, loss=result.loss, tokens=result.tokens, lr=lr, grad_norm=result.grad_norm,
+                state, loss=result.loss, z_loss=result.z_loss, tokens=result.tokens, lr=lr, grad_norm=result.grad_norm,
                 skipped_steps=engine.skipped_steps,
             )  # fmt: skip
             if due(state, config.evaluation.every_steps) or last:

@@ -1,3 +1,4 @@
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -8,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.config import PRESETS, ModelConfig
+from model.config import PRESETS, ModelConfig, ModelConfigError
 from model.transformer import Block, Transformer
 from tests.model import reference
 from tests.model.conftest import lively, random_ids, seeded
+from tests.model.dispatched import LiveBytes, Products
 
 
 def distance_from_numpy(config: ModelConfig) -> float:
@@ -123,34 +125,65 @@ def gradients(model: Transformer, ids_bt: Tensor, targets_bt: Tensor) -> list[Te
     return list(torch.autograd.grad(model(ids_bt, targets_bt).loss_sum, list(model.parameters())))
 
 
+MODES = ["none", "selective", "every-2", "full"]
+
+
 @pytest.mark.parametrize("tied", [True, False])
-def test_checkpointed_gradients_are_equal_bit_for_bit(tiny_config: ModelConfig, tied: bool) -> None:
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_checkpointed_gradients_are_equal_bit_for_bit(tiny_config: ModelConfig, tied: bool, mode: str) -> None:
     model = lively(Transformer(replace(tiny_config, tied=tied)))
     ids_bt, targets_bt = random_ids(tiny_config, 2, 20), random_ids(tiny_config, 2, 20, seed=8)
     plain = gradients(model, ids_bt, targets_bt)
-    model.activation_checkpointing = "full"
+    loss = model(ids_bt, targets_bt).loss_sum
+    model.activation_checkpointing = mode
+    assert torch.equal(model(ids_bt, targets_bt).loss_sum, loss)
     assert all(map(torch.equal, gradients(model, ids_bt, targets_bt), plain))
 
 
-def test_checkpointing_keeps_one_tensor_a_block(tiny: Transformer) -> None:
-    ids_bt = random_ids(tiny.config, 2, 20)
+def kept_bytes(model: Transformer, mode: str) -> int:
+    """What lives between forward and backward of the blocks, the parameters aside."""
+    model.activation_checkpointing = mode
+    ids_bt = random_ids(model.config, 2, 20)
+    model.hidden(ids_bt)  # what is made once, is
+    with LiveBytes().outside(*model.parameters(), *model.buffers()) as live:
+        alive = model.hidden(ids_bt)
+        kept = live.live
+    assert alive.requires_grad
+    return kept
 
-    def kept_bytes() -> int:
-        kept: dict[int, int] = {}
 
-        def keep(tensor: Tensor) -> Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
+def test_each_kind_of_checkpointing_keeps_less_than_the_one_before(tiny_config: ModelConfig) -> None:
+    """With 16 blocks; "full" keeps one (b, t, d) a block, and beside them the ids, the last norm and the outputs."""
+    model = lively(Transformer(replace(tiny_config, n_layers=16)))
+    sizes = [kept_bytes(model, mode) for mode in MODES]
+    print(dict(zip(MODES, sizes, strict=True)))
+    assert sizes == sorted(sizes, reverse=True)
+    assert all(less < 0.8 * more for more, less in itertools.pairwise(sizes))
+    one = 2 * 20 * model.config.d_model * 4
+    assert sizes[-1] < (16 + 4) * one
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            alive = tiny.hidden(ids_bt)
-        parameters = {parameter.untyped_storage().data_ptr() for parameter in tiny.parameters()}
-        assert alive.requires_grad
-        return sum(size for pointer, size in kept.items() if pointer not in parameters)
 
-    without = kept_bytes()
-    tiny.activation_checkpointing = "full"
-    assert kept_bytes() < without / 4
+def products_again(model: Transformer, mode: str) -> int:
+    """Matrix products and attentions that backward computes a second time, from the counts of both passes."""
+    model.activation_checkpointing = mode
+    with Products() as products:
+        loss = model.hidden(random_ids(model.config, 2, 20)).sum()
+        forward = products.costly
+        loss.backward()
+    return products.costly - 3 * forward
+
+
+def test_selective_computes_no_product_again(tiny: Transformer) -> None:
+    again = {mode: products_again(tiny, mode) for mode in MODES}
+    assert again["selective"] == again["none"]
+    assert again["none"] < again["every-2"] < again["full"]
+
+
+@pytest.mark.parametrize("mode", ["every-1", "every-0", "every-", "every-02", "some", "every-9999999"])
+def test_an_unknown_checkpointing_is_refused(tiny: Transformer, mode: str) -> None:
+    tiny.activation_checkpointing = mode
+    with pytest.raises(ModelConfigError, match='should be "none", "selective", "every-N"'):
+        tiny(random_ids(tiny.config, 1, 5))
 
 
 def test_bf16_stays_close_and_finite(tiny_config: ModelConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,19 +23,22 @@ SEQ_LEN = 48
 VOCAB_SIZE = 512
 
 
-def recipe(**precision: str) -> RunConfig:
+def recipe(
+    *, model: dict[str, Any] | None = None, memory: str = "full", z_loss: float = 0.0, **precision: str
+) -> RunConfig:
     return parse_recipe(
         {
             "model": {
                 "preset": "mini", "vocab_size": VOCAB_SIZE, "d_model": 128, "n_layers": 2,
-                "n_heads": 2, "n_kv_heads": 1, "d_ff": 256, "seq_len": SEQ_LEN,
+                "n_heads": 2, "n_kv_heads": 1, "d_ff": 256, "seq_len": SEQ_LEN, **(model or {}),
             },
             "data": {"path": "unused", "tokenizer": "unused"},
             "batch": {"global_batch_size": 8, "micro_batch_size": 2},
             "schedule": {"peak_lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 2, "max_steps": 10},
             "optimizer": {"gradient_clipping": "off"},
             "precision": precision,
-            "memory": {"activation_checkpointing": "full", "loss_chunk_tokens": 37},
+            "memory": {"activation_checkpointing": memory, "loss_chunk_tokens": 37},
+            "loss": {"z_loss": z_loss},
             "evaluation": {"every_steps": 5},
             "checkpoint": {"every_steps": 5},
         }
@@ -45,6 +49,7 @@ def build_model(config: RunConfig) -> Transformer:
     model = Transformer(config.model, generator=torch.Generator().manual_seed(7))
     model.activation_checkpointing = config.memory.activation_checkpointing
     model.loss_chunk_tokens = config.memory.loss_chunk_tokens
+    model.z_loss = config.loss.z_loss
     return model
 
 
@@ -69,7 +74,10 @@ def micro_batches(config: RunConfig, ranks: Ranks, *, ignored: bool = False) -> 
 
 
 def build(ranks: Ranks, config: RunConfig, stage: int) -> TrainingEngine:
-    resolved = resolve({"zero_optimization": {"stage": stage}}, config, ranks.world_size)
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0  # a model this small would stay whole on every rank
+    resolved = resolve({"zero_optimization": zero}, config, ranks.world_size)
     return TrainingEngine(build_model(config), config, resolved, ranks, torch.device("cpu"))
 
 
@@ -80,46 +88,65 @@ def plan_of(config: RunConfig, ranks: Ranks) -> BatchPlan:
 # ---------------------------------------------------------------- gradients
 
 
-def gradients_case(ranks: Ranks, stages: list[int]) -> dict[int, dict[str, torch.Tensor]]:
-    """The whole gradient of the accumulated global batch, by ZeRO stage, read before the update."""
+# What the loss and the checkpoints meet under every stage: a weight used twice, or two; blocks run again, or in part.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "tied-full": {"memory": "full"},
+    "tied-selective-z": {"memory": "selective", "z_loss": 0.01},
+    "untied-every-2-z": {"memory": "every-2", "z_loss": 0.01, "model": {"tied": False}},
+}
+
+
+def gradients_case(ranks: Ranks, variants: list[str], stages: list[int]) -> dict[tuple[str, int], Any]:
+    """The loss and the whole gradient of the accumulated global batch, read before the update."""
     from deepspeed.utils import safe_get_full_grad
 
-    config = recipe(compute="fp32")
-    found: dict[int, dict[str, torch.Tensor]] = {}
+    found: dict[tuple[str, int], Any] = {}
     with process_group(torch.device("cpu")):
-        for stage in stages:
+        for variant, stage in itertools.product(variants, stages):
+            config = recipe(compute="fp32", **VARIANTS[variant])
             engine = build(ranks, config, stage)
+            assert stage != 3 or not any(parameter.numel() for parameter in engine._engine.module.parameters())
+            gradients: dict[str, torch.Tensor] = {}
 
-            def keep(engine: TrainingEngine = engine, stage: int = stage, step: Any = engine.step) -> None:
+            def keep(engine: Any = engine, gradients: dict[str, Any] = gradients, step: Any = engine.step) -> None:
                 if engine._engine.is_gradient_accumulation_boundary():
                     named = engine._engine.module.named_parameters()
-                    found[stage] = {name: safe_get_full_grad(parameter).clone() for name, parameter in named}
+                    gradients.update({name: safe_get_full_grad(parameter).clone() for name, parameter in named})
                 step()
 
             engine.step = keep  # type: ignore[method-assign]
-            train_step(engine, micro_batches(config, ranks, ignored=True), plan_of(config, ranks), lr=1e-3)
+            step = train_step(engine, micro_batches(config, ranks, ignored=True), plan_of(config, ranks), lr=1e-3)
+            found[variant, stage] = (step.loss, step.z_loss, gradients)
     return found if ranks.is_first else {}
 
 
-def test_gradients_equal_a_plain_process() -> None:
+@pytest.fixture(scope="module")
+def engine_gradients() -> dict[tuple[str, int], Any]:
+    return run_ranks(2, gradients_case, list(VARIANTS), [0, 1, 2, 3])[0]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_equal_a_plain_process(variant: str, engine_gradients: dict[tuple[str, int], Any]) -> None:
     """Tied weights × activation checkpointing × chunked loss × accumulation × unequal token counts, ZeRO 0 to 3."""
-    config = recipe(compute="fp32")
+    config = recipe(compute="fp32", **VARIANTS[variant])
     model = build_model(config)
     model.activation_checkpointing = "none"
     inputs, targets = (torch.from_numpy(array) for array in global_batch(config, ignored=True))
-    logits = model(inputs)
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100).backward()
+    logits = model(inputs).flatten(0, 1)
+    cross_entropy = torch.nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=-100)
+    z_loss = config.loss.z_loss * logits.logsumexp(-1)[targets.flatten() != -100].square().mean()
+    (cross_entropy + z_loss).backward()
     plain = {name: parameter.grad for name, parameter in model.named_parameters()}
 
-    found = run_ranks(2, gradients_case, [0, 1, 2, 3])[0]
-    assert sorted(found) == [0, 1, 2, 3]
-    for stage, gradients in found.items():
+    for stage in (0, 1, 2, 3):
+        loss, reported_z_loss, gradients = engine_gradients[variant, stage]
+        assert loss == pytest.approx(cross_entropy.item(), rel=1e-6)
+        assert reported_z_loss == pytest.approx(z_loss.item(), rel=1e-5, abs=1e-12)
         assert gradients.keys() == plain.keys()
         for name, gradient in gradients.items():
             reference = plain[name]
             assert reference is not None
-            difference = (gradient - reference).norm().item() / reference.norm().item()
-            assert difference <= 1e-6, (stage, name, difference)
+            assert (gradient - reference).norm() <= 1e-6 * reference.norm(), (stage, name)
 
 
 # ---------------------------------------------------------------- precision

@@ -28,7 +28,8 @@ CPU = torch.device("cpu")
 def uniform_model(inputs: np.ndarray, targets: np.ndarray, documents: np.ndarray | None) -> LossSum:
     """Every token as likely as any other."""
     count = torch.tensor(int((targets != IGNORED).sum()))
-    return LossSum(count * math.log(VOCAB_SIZE), count)
+    loss = count * math.log(VOCAB_SIZE)
+    return LossSum(loss, count, loss)
 
 
 def scores_of(path: Path, forward: Any, ranks: Ranks, **options: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import get_args
 from data_pipeline.readers.compression import inflate
 from data_pipeline.readers.finding import Listing, find_files
 from data_pipeline.readers.huggingface import is_dataset, read_rows
-from data_pipeline.readers.items import CorpusError, Document, Dropped, OnBytes, OnRaw, printable
+from data_pipeline.readers.items import CorpusError, Document, Dropped, LongDocument, OnBytes, OnRaw, printable
 from data_pipeline.readers.jsonl import read_jsonl
 from data_pipeline.readers.lines import count_lines, own_lines, split_lines
 from data_pipeline.readers.places import (
@@ -44,9 +44,9 @@ from data_pipeline.readers.places import (
 from data_pipeline.readers.txt import read_blocks, read_file, read_lines
 
 __all__ = [
-    "KNOWN", "STDIN", "CorpusError", "Document", "Dropped", "FileFacts", "Found", "Listing", "Piece", "Place",
-    "TxtDocuments", "as_txt_documents", "count_lines", "file_kind", "find_files", "hear_raw", "is_local",
-    "lines_before", "plan_units", "read_documents", "read_piece", "recorded_piece", "shown", "standard_input",
+    "KNOWN", "STDIN", "CorpusError", "Document", "Dropped", "FileFacts", "Found", "Listing", "LongDocument",
+    "Piece", "Place", "TxtDocuments", "as_txt_documents", "count_lines", "file_kind", "find_files", "hear_raw",
+    "is_local", "lines_before", "plan_units", "read_documents", "read_piece", "recorded_piece", "shown", "standard_input",
 ]  # fmt: skip
 
 _STDIN_NAME = "<stdin>"

@@ -66,7 +66,7 @@ def hash_unit(place: Workplace, unit: Unit, options: Options, *, strict: bool, p
                     passed = item if isinstance(item, Dropped) else pass_filters(item, filters)
                     if not isinstance(passed, Document):
                         continue
-                    text = passed.text.encode("utf-8")
+                    text = passed.utf8
                     run.add(text, number, item.position)
                     text_bytes += len(text)
                     if text_bytes >= _REPORT_BYTES:

@@ -43,7 +43,7 @@ class LengthFilter:
 
     def __call__(self, document: Document) -> Document | Remark:
         """The document, or the bound that it breaks."""
-        length = len(document.text)
+        length = document.characters
         if length < self.min_chars:
             return Remark("too_few_chars", f"{length} < {self.min_chars}")
         if self.max_chars is not None and length > self.max_chars:
@@ -71,9 +71,10 @@ class DuplicateFilter:
         return Remark("duplicate", f"of {first}")
 
 
-def loss(text: str) -> Remark | None:
+def loss(text: str | bytes) -> Remark | None:
     """What the tokenizer cannot give back of a text that is kept: SentencePiece reads U+2581 as a space."""
-    return Remark("literal_u2581", f"{text.count(SPACE_MARK)} become spaces") if SPACE_MARK in text else None
+    count = text.count(SPACE_MARK) if isinstance(text, str) else text.count(SPACE_MARK.encode())
+    return Remark("literal_u2581", f"{count} become spaces") if count else None
 
 
 def is_validation(text: bytes, fraction: float) -> bool:

@@ -137,7 +137,7 @@ def _read_unit(source: Source, unit: _Unit) -> Iterator[tuple[SplitName, Origin]
                 position = item.position + piece.lines_before
                 if isinstance(item, Dropped) or position in piece.dropped:
                     continue
-                held_out = is_validation(item.text.encode(), options["validation_fraction"])
+                held_out = is_validation(item.utf8, options["validation_fraction"])
                 yield "validation" if held_out else "train", Origin(path, position, item.text)
         except CorpusError as error:
             raise _GoneError(str(error)) from None

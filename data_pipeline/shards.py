@@ -261,8 +261,9 @@ class ShardWriter:
         self.add_documents(row, np.array([len(row)]), text_bytes)
 
     def add_documents(self, ids: npt.NDArray[Any], ends: npt.NDArray[Any], text_bytes: int) -> None:
-        """Append whole documents: `ids` (tokens,) end to end, EOS closing each; `ends` (documents,), where each ends in
-        them, its EOS included; and the size of all their texts.
+        """Append documents: `ids` (tokens,) end to end, EOS closing each; `ends` (documents,), where each ends in
+        them, its EOS included; and the size of all their texts. The last document may go on in the
+        next call.
 
         DataFormatError when an id is outside the vocabulary, or EOS stands elsewhere than at the ends.
         """

@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +24,7 @@ from data_pipeline.corpus import (
     Document,
     Dropped,
     FileFacts,
+    LongDocument,
     Piece,
     TxtDocuments,
     as_txt_documents,
@@ -32,7 +33,7 @@ from data_pipeline.corpus import (
     read_piece,
 )
 from data_pipeline.durable import file_sha256, publish, temporary_name, write_file
-from data_pipeline.filters import Filter, LengthFilter, Remark, held_out, loss
+from data_pipeline.filters import Filter, LengthFilter, Remark, held_out, is_validation, loss
 from data_pipeline.shards import (
     SPLITS,
     DataFormatError,
@@ -48,7 +49,6 @@ from tokenizer.codec import BATCH_BYTES, Codec
 RECEIPT_FORMAT = "zerohalf-receipt"
 _MOST = 2**62
 _BATCH_DOCUMENTS = 1 << 14
-_HASHED_BYTES = 1 << 22
 
 
 class PrepareError(ValueError):
@@ -193,7 +193,6 @@ class PieceReading:
     options: Options
     progress: Progress
     strict: bool
-    helper: Executor | None = None
 
     def __post_init__(self) -> None:
         self._items, self._sha256 = 0, ""
@@ -204,14 +203,15 @@ class PieceReading:
         def hear(count: int) -> None:
             self.progress.add(input_bytes=count)
 
-        items, item, digest = 0, None, _Sha256(self.helper)
-        given = read_piece(self.piece, self.options.text_field, hear, on_raw=digest.update)
-        for items, item in enumerate(given, 1):  # noqa: B007 - wanted behind the loop
+        items, position, digest = 0, 0, hashlib.sha256()
+        for item in read_piece(self.piece, self.options.text_field, hear, on_raw=digest.update):
+            items, position = items + 1, item.position
             if self.strict and isinstance(item, Dropped):
                 raise PrepareError(f"{self._where(item)}: {item.reason} {item.detail}".rstrip() + " (--strict)")
             yield item
+            del item  # it may be long
         self._sha256 = digest.hexdigest()
-        self._items = items - (item is not None and item.position == 0)  # an empty file holds nothing
+        self._items = items - (items > 0 and position == 0)  # an empty file holds nothing
 
     def record(self) -> dict[str, Any]:
         """For the provenance: which bytes these were, and how many lines, blocks, rows or files."""
@@ -227,38 +227,6 @@ class PieceReading:
     def _where(self, item: Dropped) -> str:
         """File and line, the line counted from the file's start at the cost of reading up to it."""
         return f"{item.path}:{item.position + lines_before(self.piece)}"
-
-
-class _Sha256:
-    """SHA-256 of bytes that come in small parts. A helper, if there is one, hashes megabytes while more is read; in one
-    call, since each takes the interpreter's lock.
-    """
-
-    def __init__(self, helper: Executor | None) -> None:
-        self._digest, self._helper = hashlib.sha256(), helper
-        self._parts: list[bytes] = []
-        self._bytes = 0
-        self._hashed: Future[None] | None = None
-
-    def update(self, part: bytes) -> None:
-        if self._helper is None:
-            self._digest.update(part)
-            return
-        self._parts.append(part)
-        self._bytes += len(part)
-        if self._bytes >= _HASHED_BYTES:
-            self._wait()
-            self._hashed = self._helper.submit(self._digest.update, b"".join(self._parts))
-            self._parts, self._bytes = [], 0
-
-    def hexdigest(self) -> str:
-        self._wait()
-        self._digest.update(b"".join(self._parts))
-        return self._digest.hexdigest()
-
-    def _wait(self) -> None:
-        if self._hashed is not None:
-            self._hashed.result()
 
 
 def pass_filters(document: Document, filters: Sequence[Filter]) -> Document | Remark:
@@ -278,7 +246,7 @@ class UnitWork:
     """One unit done in two halves: `read` its documents into unnamed shards, then `publish` them with ledger and
     receipt, durably. The second half waits for the disk mostly, so another unit may be read meanwhile.
 
-    `helper`, a thread, hashes the bytes of the input meanwhile.
+    Memory: a batch, or one longer document, whose ids come in parts.
 
     Whatever fails leaves nothing behind.
     """
@@ -290,13 +258,12 @@ class UnitWork:
         options: Options,
         codec: Codec,
         filters: Sequence[Filter],
-        helper: Executor,
         *,
         strict: bool,
         progress: Progress,
     ) -> None:
         self._place, self._unit, self._options, self._codec = place, unit, options, codec
-        self._filters, self._helper, self._strict, self._progress = filters, helper, strict, progress
+        self._filters, self._strict, self._progress = filters, strict, progress
         self._batch: list[bytes] = []
         self._batch_bytes = 0
         self._writers: dict[SplitName, ShardWriter] = {}
@@ -312,9 +279,10 @@ class UnitWork:
         """
         try:
             for number, (piece, facts) in enumerate(zip(self._unit.pieces, self._unit.facts, strict=True)):
-                reading = PieceReading(piece, facts, self._options, self._progress, self._strict, self._helper)
+                reading = PieceReading(piece, facts, self._options, self._progress, self._strict)
                 for item in reading:
                     self._take(number, item)
+                    del item  # it may be long
                 record = reading.record()
                 if expected is not None and expected[number] != record["sha256"]:
                     raise CorpusError(f"{facts.path}: changed since its documents were compared; start anew")
@@ -350,7 +318,8 @@ class UnitWork:
 
     def discard(self) -> None:
         """Close and remove what has no name yet; safe to call at any time."""
-        self._ledger.close()
+        with suppress(OSError):  # a full disk, which has been told
+            self._ledger.close()
         self._ledger_path.unlink(missing_ok=True)
         for writer in self._writers.values():
             writer.discard()
@@ -365,9 +334,14 @@ class UnitWork:
                 self._note("dropped", piece, item, passed)
                 return
             item = passed
-        if remark := loss(item.text):
+        is_long = isinstance(item, LongDocument)
+        if remark := loss(item.utf8 if is_long else item.text):
             self._note("notes", piece, item, remark)
-        text = item.text.encode("utf-8")
+        text = item.utf8
+        if is_long:
+            self._encode()
+            self._encode_long(text)
+            return
         self._batch.append(text)
         self._batch_bytes += len(text)
         if self._batch_bytes >= BATCH_BYTES or len(self._batch) >= _BATCH_DOCUMENTS:
@@ -400,6 +374,19 @@ class UnitWork:
                 )
         self._progress.add(text_bytes=self._batch_bytes, tokens=len(ids) + len(ends))
         self._batch, self._batch_bytes = [], 0
+
+    def _encode_long(self, text: bytes) -> None:
+        """Tokenize one document and hand it to its shard, a part of its ids at a time."""
+        is_held_out = is_validation(text, self._options.validation_fraction)
+        writer = self._writer("validation" if is_held_out else "train")
+        tokens = 1
+        for ids in self._codec.encode_long(text):
+            if self._progress.stopped():
+                raise StopWork
+            writer.add_documents(ids, np.empty(0, np.int64), 0)
+            tokens += len(ids)
+        writer.add_documents(np.array([self._codec.eos_id]), np.ones(1, np.int64), len(text))
+        self._progress.add(text_bytes=len(text), tokens=tokens)
 
     def _writer(self, split: SplitName) -> ShardWriter:
         if split not in self._writers:

@@ -83,13 +83,13 @@ def _tokenize(job: Job, units: Iterator[Unit], counters: Counters, codec: Codec)
     """While one unit is read, a thread syncs and names the one before: hashing and the disk take a tenth of the time
     and no interpreter."""
     published: Future[dict[str, Any]] | None = None
-    with ThreadPoolExecutor(1) as publisher, ThreadPoolExecutor(1) as helper:
+    with ThreadPoolExecutor(1) as publisher:
         for unit in units:
             filters, expected = job.options.filters(), None
             if job.options.deduplicate:
                 repeats, expected = read_repeats(job.place, unit)
                 filters.append(DuplicateFilter(repeats))
-            work = UnitWork(job.place, unit, job.options, codec, filters, helper, strict=job.strict, progress=counters)
+            work = UnitWork(job.place, unit, job.options, codec, filters, strict=job.strict, progress=counters)
             work.read(expected)
             try:
                 if published is not None:

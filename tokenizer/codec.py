@@ -78,6 +78,7 @@ GUARD_RATE = 0.001
 """The share of documents that SentencePiece encodes a second time."""
 
 BATCH_BYTES = 1_000_000
+_WINDOW_BYTES = 1 << 12
 _BYTES_A_TEXT = 64  # what a text costs beside its bytes, so that a batch of empty ones ends too
 
 
@@ -208,6 +209,36 @@ class Codec:
         self.say_note()
         return self._encode_batch(_Batch(0, list(texts)))
 
+    def encode_long(self, text: bytes) -> Iterator[Ids]:
+        """The ids of one text (UTF-8) as `encode_batch` gives them, those of about BATCH_BYTES of it at a time.
+
+        It is cut between two characters that stand side by side in no piece: no merge reaches across. Memory: a few
+        megabytes. Only a text without such a place (one word of megabytes), a tokenizer with a dummy prefix or without
+        byte fallback, and SentencePiece's own encoder take the memory of the whole.
+        """
+        self.say_note()
+        start = 0
+        while start < len(text):
+            stop = self._cut(text, start + BATCH_BYTES)
+            ids, _ = self._encode_batch(_Batch(0, [text[start:stop]]))
+            yield ids
+            start = stop
+
+    def _cut(self, text: bytes, place: int) -> int:
+        """The first place from `place` on where a text may be cut, or its end."""
+        joined = None if self._encoder is self._reference else _joined_characters(self._files[MODEL_FILE])
+        while joined is not None and place < len(text):
+            while place < len(text) and text[place] & 0xC0 == 0x80:  # within a character
+                place += 1
+            window = str(text[place : place + _WINDOW_BYTES], "utf-8", "ignore")  # a character cut off at its end is
+            for count, pair in enumerate(map(operator.add, window, window[1:]), 1):
+                if pair.replace(SPACE_MARK, " ") not in joined:
+                    return place + len(window[:count].encode("utf-8"))
+            if len(window) < 2:
+                break
+            place += len(window[:-1].encode("utf-8"))
+        return len(text)
+
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """The text of the ids. Control ids, symbols of `--control-symbol` and `--reserve` among them, give no text,
         except unk (` ⁇ `); broken byte sequences give U+FFFD.
@@ -307,6 +338,19 @@ def _encoders(model: bytes, tested: bool) -> tuple[Reference, Encoder, str | Non
     if not tested:
         self_test(fast, reference, file, PROBE_TEXT)
     return reference, fast, None, symbols
+
+
+@functools.lru_cache(maxsize=2)
+def _joined_characters(model: bytes) -> frozenset[str] | None:
+    """All pairs of characters that stand side by side in a piece, U+2581 as a space; None: a text's ids depend on more
+    than its pieces do."""
+    file = ModelFile.parse(model)
+    if file.add_dummy_prefix or not file.byte_fallback:
+        return None
+    pieces = (
+        file.pieces[token_id].replace(SPACE_MARK, " ") for token_id in np.flatnonzero(file.types == PieceType.NORMAL)
+    )
+    return frozenset(pair for piece in pieces for pair in map(operator.add, piece, piece[1:]))
 
 
 def _batches(texts: Iterable[str]) -> Iterator[_Batch]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import codecs
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 MAX_DOCUMENT_BYTES = 256 * 1024 * 1024
+LONG_BYTES = 4 * 1024 * 1024
+"""A document longer than this is held as UTF-8 alone: as `str` it may take four bytes a character, and a copy."""
+_PART_BYTES = 1 << 20
 BOM = b"\xef\xbb\xbf"
 BLANKS = b" \t\r"
 
@@ -26,6 +30,39 @@ class Document(NamedTuple):  # made once a line, and twice as quickly as a froze
     text: str
     path: str
     position: int
+
+    @property
+    def utf8(self) -> bytes:
+        """The text's UTF-8 bytes."""
+        return self.text.encode("utf-8")
+
+    @property
+    def characters(self) -> int:
+        """How many characters the text has."""
+        return len(self.text)
+
+
+class LongDocument(Document):
+    """A document of more than LONG_BYTES, made by `from_utf8`: it holds `utf8`, and makes `text` when asked."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_utf8(cls, raw: bytes, path: str, position: int) -> LongDocument:
+        """`raw`: valid UTF-8."""
+        return cls(raw, path, position)  # type: ignore[arg-type]
+
+    @property
+    def utf8(self) -> bytes:
+        return self[0]  # type: ignore[return-value]
+
+    @property
+    def text(self) -> str:
+        return str(self.utf8, "utf-8")
+
+    @property
+    def characters(self) -> int:
+        return sum(map(len, _decoded(self.utf8)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +87,32 @@ def text_or_drop(text: str, path: str, position: int) -> Document | Dropped:
 def decode_or_drop(raw: bytes | memoryview, path: str, position: int) -> Document | Dropped:
     """The document that these bytes spell in UTF-8."""
     try:
-        return text_or_drop(str(raw, "utf-8"), path, position)
+        if len(raw) <= LONG_BYTES:
+            return text_or_drop(str(raw, "utf-8"), path, position)
+        for _ in _decoded(raw):
+            pass
+        return LongDocument.from_utf8(bytes(raw), path, position)
     except UnicodeDecodeError as error:
         return Dropped(path, position, "invalid_utf8", f"byte {error.start}: {error.reason}")
+
+
+def _decoded(raw: bytes | memoryview) -> Iterator[str]:
+    """The text of bytes, a megabyte at a time. UnicodeDecodeError, `start` counted in all of them."""
+    start = 0
+    while start < len(raw):
+        part, is_last = raw[start : start + _PART_BYTES], start + _PART_BYTES >= len(raw)
+        try:
+            text, used = codecs.utf_8_decode(part, "strict", is_last)
+        except UnicodeDecodeError as error:
+            error.start += start
+            raise
+        yield text
+        start += used
+
+
+def is_blank(line: bytes) -> bool:
+    """Whether a line holds blanks at most; a long one isn't copied for it."""
+    return not (line[:1024].strip(BLANKS) or line.strip(BLANKS))
 
 
 def too_long(path: str, position: int) -> Dropped:

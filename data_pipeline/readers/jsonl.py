@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterable, Iterator
+from io import BytesIO
 from typing import Any
 
 import orjson
@@ -11,8 +13,10 @@ import orjson
 from data_pipeline.readers.items import (
     BLANKS,
     BOM,
+    LONG_BYTES,
     Document,
     Dropped,
+    LongDocument,
     find_text,
     printable,
     text_or_drop,
@@ -20,26 +24,136 @@ from data_pipeline.readers.items import (
 )
 from data_pipeline.readers.places import Piece
 
+_PART_BYTES = 1 << 20
+_ESCAPE_BYTES = 12  # two surrogates, \\uD83D\\uDE00
+_BACKSLASH = ord("\\")
+
 
 def read_jsonl(piece: Piece, lines: Iterable[bytes | int], text_field: str) -> Iterator[Document | Dropped]:
     """One item a line. Positions count the lines of the piece from 1."""
-    shown, loads = piece.shown, orjson.loads
-    for position, line in enumerate(lines, 1):
+    shown, loads, position = piece.shown, orjson.loads, 0
+    for line in lines:  # without `enumerate`, which keeps what it gave last
+        position += 1
+        if isinstance(line, int):
+            yield too_long(shown, position)
+            continue
+        if position == 1 and piece.start == 0:
+            line = line.removeprefix(BOM)
+        if len(line) > LONG_BYTES and (item := _read_long(line, shown, position, text_field)):
+            del line
+            yield item
+            del item
+            continue
         try:
-            text = loads(line)[text_field]  # type: ignore[arg-type]  # so are nearly all; others are looked at closely
+            text = loads(line)[text_field]  # so are nearly all; others are looked at closely
         except (orjson.JSONDecodeError, KeyError, TypeError):
             text = None
         if text and type(text) is str:
             yield Document(text, shown, position)
         else:
-            if position == 1 and piece.start == 0 and isinstance(line, bytes):
-                line = line.removeprefix(BOM)
             yield _parse_line(line, shown, position, text_field)
 
 
-def _parse_line(line: bytes | int, path: str, position: int, text_field: str) -> Document | Dropped:
-    if isinstance(line, int):
-        return too_long(path, position)
+def _read_long(line: bytes, path: str, position: int, text_field: str) -> Document | Dropped | None:
+    """What stands in a line of megabytes, made without holding it as `str`, which may take four times its bytes: long
+    strings are cut out of the line, and the wanted one is then read a part at a time.
+
+    None: another way must be found; so for all that is no sound JSON.
+    """
+    cut = _cut_out_strings(line)
+    if cut is None:
+        return None
+    rest, strings = cut
+    try:
+        record = orjson.loads(rest)
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(record, dict):
+        return None
+    text = find_text(record, text_field, path, position)
+    document = None
+    for name, (start, stop) in strings.items():
+        content = _Unescaped(wanted=name == text)
+        if not content.read(line, start, stop):
+            return None
+        if name == text:
+            document = LongDocument.from_utf8(content.utf8(), path, position)
+    if document is not None:
+        return document
+    return text if isinstance(text, Dropped) else text_or_drop(text, path, position)
+
+
+def _cut_out_strings(line: bytes) -> tuple[bytes, dict[str, tuple[int, int]]] | None:
+    """A line with a name in the place of each long string, and where these strings begin and end (without quotes).
+
+    None: a string has no end, or a long one is a key.
+    """
+    prefix = secrets.token_hex(16)  # no string of the line is called so
+    parts: list[bytes] = []
+    strings: dict[str, tuple[int, int]] = {}
+    copied = place = 0
+    while (start := line.find(b'"', place) + 1) > 0:
+        stop = _string_end(line, start)
+        if stop is None:
+            return None
+        place = stop + 1
+        if stop - start > _PART_BYTES:
+            if line[place : place + 1024].lstrip(b" \t\r").startswith(b":"):
+                return None
+            name = f"{prefix}-{len(strings)}"
+            strings[name] = start, stop
+            parts += line[copied:start], name.encode()
+            copied = stop
+    return b"".join([*parts, line[copied:]]), strings
+
+
+def _string_end(line: bytes, start: int) -> int | None:
+    """Where the quote stands that ends the JSON string whose content begins at `start`."""
+    stop = line.find(b'"', start)
+    while stop >= 0:
+        before = stop
+        while before > start and line[before - 1] == _BACKSLASH:
+            before -= 1
+        if (stop - before) % 2 == 0:
+            return stop
+        stop = line.find(b'"', stop + 1)
+    return None
+
+
+class _Unescaped:
+    """The content of a JSON string as UTF-8, a part at a time."""
+
+    def __init__(self, *, wanted: bool) -> None:
+        self._wanted = wanted
+        self._parts = BytesIO()
+
+    def read(self, line: bytes, start: int, stop: int) -> bool:
+        """Whether bytes start to stop are the content of a sound JSON string.
+
+        A part must not end within an escape, a pair of surrogates or a character. It is sound JSON only if it does
+        not, and what can't be cut has 12 bytes at most.
+        """
+        while start < stop:
+            end = min(start + _PART_BYTES, stop)
+            for shorter in range(_ESCAPE_BYTES if end < stop else 1):
+                try:
+                    text = orjson.loads(b'"%b"' % line[start : end - shorter])
+                except orjson.JSONDecodeError:
+                    continue
+                break
+            else:
+                return False
+            if self._wanted:
+                self._parts.write(text.encode("utf-8"))
+            start = end - shorter
+        return True
+
+    def utf8(self) -> bytes:
+        """All of it."""
+        return self._parts.getvalue()
+
+
+def _parse_line(line: bytes, path: str, position: int, text_field: str) -> Document | Dropped:
     doubtful = False
     try:
         record = orjson.loads(line)

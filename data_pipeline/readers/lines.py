@@ -18,7 +18,7 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes | int]:
             if length:
                 length += end - start
                 parts.append(chunk[start:end])
-                yield b"".join(parts) if length <= items.MAX_DOCUMENT_BYTES else length
+                yield _joined(parts) if length <= items.MAX_DOCUMENT_BYTES else length
                 parts.clear()
                 length = 0
             else:
@@ -30,7 +30,14 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes | int]:
         if length > items.MAX_DOCUMENT_BYTES:
             parts.clear()
     if length:
-        yield b"".join(parts) if length <= items.MAX_DOCUMENT_BYTES else length
+        yield _joined(parts) if length <= items.MAX_DOCUMENT_BYTES else length
+
+
+def _joined(parts: list[bytes]) -> bytes:
+    """All parts as one, and the list empty: a long line does not stand in memory twice while it is used."""
+    line = b"".join(parts)
+    parts.clear()
+    return line
 
 
 def own_lines(piece: Piece, chunks: Iterable[bytes]) -> Iterator[bytes]:

@@ -7,9 +7,10 @@ holds blanks at most (space, tab, carriage return).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from io import BytesIO
 
 from data_pipeline.readers import items
-from data_pipeline.readers.items import BLANKS, BOM, Document, Dropped, decode_or_drop, too_long
+from data_pipeline.readers.items import BLANKS, BOM, Document, Dropped, decode_or_drop, is_blank, too_long
 from data_pipeline.readers.lines import split_lines
 from data_pipeline.readers.places import Piece, open_seekable
 
@@ -27,22 +28,27 @@ def read_file(piece: Piece, chunks: Iterable[bytes]) -> Iterator[Document | Drop
     if length > items.MAX_DOCUMENT_BYTES:
         yield too_long(piece.shown, 1)
     else:
-        yield decode_or_drop(b"".join(parts).removeprefix(BOM), piece.shown, 1)
+        raw = b"".join(parts)
+        parts.clear()
+        raw = raw.removeprefix(BOM)
+        yield decode_or_drop(raw, piece.shown, 1)
 
 
 def read_lines(piece: Piece, lines: Iterable[bytes | int]) -> Iterator[Document | Dropped]:
     """One item a line. Positions count the lines of the piece from 1."""
-    shown = piece.shown
-    for position, line in enumerate(lines, 1):
+    shown, position = piece.shown, 0
+    for line in lines:  # without `enumerate`, which keeps what it gave last
+        position += 1
         if isinstance(line, int):
             yield too_long(shown, position)
             continue
         if position == 1 and piece.start == 0:
             line = line.removeprefix(BOM)
-        if line.strip(BLANKS):
-            yield decode_or_drop(line.removesuffix(b"\r"), shown, position)
-        else:
+        if is_blank(line):
             yield Dropped(shown, position, "blank_line")
+        else:
+            yield decode_or_drop(line.removesuffix(b"\r"), shown, position)
+        del line
 
 
 def read_blocks(piece: Piece, chunks: Iterable[bytes]) -> Iterator[Document | Dropped]:
@@ -55,11 +61,13 @@ def read_blocks(piece: Piece, chunks: Iterable[bytes]) -> Iterator[Document | Dr
     given = 0
     passing = False  # by the lines of a block that began before the piece
     offset = max(piece.start - 1, 0)
-    for number, line in enumerate(split_lines(chunks), 0 if piece.start else 1):
+    number = -1 if piece.start else 0
+    for line in split_lines(chunks):  # without `enumerate`, which keeps what it gave last
+        number += 1
         length = line if isinstance(line, int) else len(line)
         if number == 1 and piece.start == 0 and isinstance(line, bytes):
             line = line.removeprefix(BOM)
-        blank = isinstance(line, bytes) and not line.strip(BLANKS)
+        blank = isinstance(line, bytes) and is_blank(line)
         behind = piece.stop is not None and offset >= piece.stop
         if number == 0:  # the line that byte start - 1 belongs to
             passing = not (blank and _only_blanks_before(piece))
@@ -75,6 +83,7 @@ def read_blocks(piece: Piece, chunks: Iterable[bytes]) -> Iterator[Document | Dr
         else:
             block.add(line, number)
         offset += length + 1
+        del line
     if block.lines:
         yield block.end()
     elif not given and piece.start == 0 and piece.stop is None:
@@ -87,23 +96,26 @@ class _Block:
     def __init__(self, shown: str) -> None:
         self.shown = shown
         self.lines = 0
-        self._parts: list[bytes] = []
+        self._text = BytesIO()  # not a list: a short line would take several times its bytes
 
     def add(self, line: bytes | int, position: int) -> None:
         if not self.lines:
-            self._position, self._length, self._parts = position, -1, []
-        self.lines += 1
+            self._position, self._length, self._text = position, -1, BytesIO()
         self._length += (line if isinstance(line, int) else len(line)) + 1
         if self._length > items.MAX_DOCUMENT_BYTES or isinstance(line, int):
-            self._parts.clear()
+            self._text = BytesIO()
         else:
-            self._parts.append(line)
+            if self.lines:
+                self._text.write(b"\n")
+            self._text.write(line)
+        self.lines += 1
 
     def end(self) -> Document | Dropped:
         self.lines = 0
         if self._length > items.MAX_DOCUMENT_BYTES:
             return too_long(self.shown, self._position)
-        return decode_or_drop(b"\n".join(self._parts).removesuffix(b"\r"), self.shown, self._position)
+        text, self._text = self._text.getvalue(), BytesIO()
+        return decode_or_drop(text.removesuffix(b"\r"), self.shown, self._position)
 
 
 def _only_blanks_before(piece: Piece) -> bool:

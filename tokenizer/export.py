@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,13 +57,23 @@ class ExportReport:
 def export_hf(folder: Path, out: Path, *, overwrite: bool = False) -> ExportReport:
     """Write the tokenizer in `folder` as files for transformers' AutoTokenizer: the folder `out`, whole or not at all.
 
-    Before, the files' ids and texts are compared with SentencePiece's: all pieces, overlapping pieces, random texts,
-    long runs (see `probe_texts` and `_texts`). Raises TokenizerError: a model that the library can't encode alike,
-    naming the reason or the text that differs; an `out` that is occupied or can't be written.
+    Raises TokenizerError as `hf_files`, and for an `out` that is occupied or can't be written.
     """
     refuse_unwritable(out)
     _refuse_tokenizer(folder, out)
     refuse_occupied(out, overwrite=overwrite, replaceable=EXPORTED_FILES)
+    files, report = hf_files(folder)
+    publish(files, out, overwrite=overwrite, replaceable=EXPORTED_FILES)
+    return replace(report, folder=out)
+
+
+def hf_files(folder: Path) -> tuple[dict[str, bytes], ExportReport]:
+    """The files by name that make transformers' AutoTokenizer of the tokenizer in `folder`.
+
+    Their ids and texts have been compared with SentencePiece's: all pieces, overlapping pieces, random texts, long runs
+    (see `probe_texts` and `_texts`). Raises TokenizerError: a model that the library can't encode alike, naming the
+    reason or the text that differs.
+    """
     codec = Codec.load(folder)
     model_bytes = read_folder(folder)[MODEL_FILE]
     model = ModelFile.parse(model_bytes)
@@ -97,14 +107,14 @@ def export_hf(folder: Path, out: Path, *, overwrite: bool = False) -> ExportRepo
         _verify(files[TOKENIZER_JSON], codec, texts)
     except TokenizerError as error:
         raise TokenizerError(f"{folder}: can't be exported with equal ids: {error}") from error
-    publish({**files, MODEL_FILE: model_bytes}, out, overwrite=overwrite, replaceable=EXPORTED_FILES)
-    return ExportReport(
-        folder=out,
+    report = ExportReport(
+        folder=folder,
         vocab_size=len(model.pieces),
         merges=len(tokenizer["model"]["merges"]),
         verified_texts=len(texts),
         verified_bytes=sum(len(text.encode("utf-8")) for text in texts),
     )
+    return {**files, MODEL_FILE: model_bytes}, report
 
 
 def _refuse_tokenizer(folder: Path, out: Path) -> None:

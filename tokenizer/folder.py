@@ -78,19 +78,30 @@ def publish(
     A folder that exists is replaced only with `overwrite`, and only if it is a tokenizer (see `refuse_occupied`).
     Raises TokenizerError, also when it can't be written.
     """
+    with published(folder, overwrite=overwrite, replaceable=replaceable) as fresh:
+        for name, content in files.items():
+            with (fresh / name).open("xb") as file:
+                file.write(content)
+
+
+@contextmanager
+def published(
+    folder: Path, *, overwrite: bool, replaceable: frozenset[str] = TOKENIZER_FILES, kind: str = "tokenizer"
+) -> Iterator[Path]:
+    """`publish` for what is too large to be held in memory: gives an empty folder to write into, which becomes `folder`
+    once all in it is on the disk, or goes when anything is raised. A writing that fails with OSError is told as
+    TokenizerError.
+    """
     with _named_failures(folder):
         final = folder.absolute()
         final.parent.mkdir(parents=True, exist_ok=True)
         with _working_folder(final.parent, final.name) as work:
-            refuse_occupied(folder, overwrite=overwrite, replaceable=replaceable)
+            refuse_occupied(folder, overwrite=overwrite, replaceable=replaceable, kind=kind)
             fresh = work / _FRESH
             fresh.mkdir()
-            for name, content in files.items():
-                with (fresh / name).open("xb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-            _sync_folder(fresh)
+            yield fresh
+            for path in [*fresh.rglob("*"), fresh]:
+                _sync(path)
             if not final.exists():
                 fresh.rename(final)
             elif not _exchange(fresh, final):
@@ -100,7 +111,7 @@ def publish(
                 except OSError:
                     (work / _RETIRED).rename(final)
                     raise
-            _sync_folder(final.parent)
+            _sync(final.parent)
 
 
 def refuse_unwritable(folder: Path) -> None:
@@ -112,18 +123,20 @@ def refuse_unwritable(folder: Path) -> None:
             (work / _FRESH / final.relative_to(place)).mkdir(parents=True, exist_ok=True)
 
 
-def refuse_occupied(folder: Path, *, overwrite: bool, replaceable: frozenset[str] = TOKENIZER_FILES) -> None:
-    """Raise TokenizerError unless `folder` is free: absent, empty, or a tokenizer (no file but `replaceable` ones) that
-    may be overwritten.
+def refuse_occupied(
+    folder: Path, *, overwrite: bool, replaceable: frozenset[str] = TOKENIZER_FILES, kind: str = "tokenizer"
+) -> None:
+    """Raise TokenizerError unless `folder` is free: absent, empty, or one of its kind (no file but `replaceable` ones)
+    that may be overwritten.
     """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise TokenizerError(f"{folder}: exists and is not a folder; choose another --out")
     if not folder.exists() or not any(folder.iterdir()):
         return
     if {entry.name for entry in folder.iterdir()} - replaceable:
-        raise TokenizerError(f"{folder}: holds files that are no tokenizer's; choose another --out")
+        raise TokenizerError(f"{folder}: holds files that are no {kind}'s; choose another --out")
     if not overwrite:
-        raise TokenizerError(f"{folder}: holds a tokenizer already; choose another --out or pass --overwrite")
+        raise TokenizerError(f"{folder}: holds a {kind} already; choose another --out or pass --overwrite")
 
 
 @contextmanager
@@ -196,8 +209,9 @@ def _exchange(one: Path, other: Path) -> bool:
     raise OSError(code, os.strerror(code))
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Of a file its content, of a folder its names."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -36,7 +36,7 @@ soak: $(INSTALLED) ## the long tests
 	$(BIN)/python -m pytest -m soak --timeout 3600
 
 bench: $(INSTALLED) ## the benchmarks, each a ratio against a named reference
-	@for script in $(filter-out benchmarks/corpus.py,$(wildcard benchmarks/*.py)); do echo "$$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $(filter-out benchmarks/__init__.py benchmarks/corpus.py benchmarks/data_%.py,$(wildcard benchmarks/*.py)); do echo "$$script"; $(BIN)/python $$script || exit 1; done
 
 clean: ## remove the virtualenv and what the demo made
 	rm -rf $(VENV) data/demo data/demo-tokenizer runs/make-demo runs/make-demo-uninterrupted

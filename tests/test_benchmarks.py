@@ -9,7 +9,9 @@ import importlib.util
 import io
 import json
 import lzma
+import mmap
 import random
+import subprocess
 import sys
 import tarfile
 import zipfile
@@ -18,11 +20,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import zstandard
 
+from benchmarks import data, data_loader, data_pages, data_peers, data_prepare, data_startup
+from model.config import PRESETS
+
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
+MODULES = sorted((ROOT / "benchmarks").glob("*.py"))
+SCRIPTS = [path for path in MODULES if '__name__ == "__main__"' in path.read_text(encoding="utf-8")]
 PACKAGES = {"tokenizer", "data_pipeline", "model", "pretrain", "launch"}
 
 
@@ -251,23 +258,98 @@ def test_a_corpus_of_the_benchmark_keeps_its_sides_apart(tmp_path: Path) -> None
         assert benchmark.size_of(training[language]) > benchmark.size_of(unseen[language]) > 100_000
 
 
-# ---------------------------------------------------------------- prepare
+# ---------------------------------------------------------------- data
+
+
+def options_of(**changes: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(data.parse([])), "repetitions": 1, "seq_len": 64, "batch_size": 4, **changes})
+
+
+def test_the_parts_of_data_are_run_once_by_make_bench() -> None:
+    run = subprocess.run(["make", "--dry-run", "bench"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (loop,) = [line for line in run.splitlines() if "for script in" in line]
+    named = set(loop.split(";")[0].split(" in ")[1].split())
+    assert "benchmarks/data.py" in named
+    assert not named & {"benchmarks/__init__.py", "benchmarks/corpus.py"}
+    assert not [path for path in named if path.startswith("benchmarks/data_")]
 
 
 def test_the_benchmark_of_prepare_compares_what_gives_the_same_ids(tmp_path: Path) -> None:
     """In its smallest form, and what it says when an id differs."""
-    data: Any = script("data")
-    options = argparse.Namespace(
-        corpus=None, megabytes=0.06, vocab_size=2500, repetitions=1, workers=1, files=3, seed=1, json=False
-    )
-    report = data.measure(options, tmp_path)
+    report = data_prepare.measure(options_of(megabytes=0.06, vocab_size=2500, workers=1, files=3), tmp_path)
     assert report["text_bytes"] > 170_000
     assert report["files"] == 3
     assert report["ratio_to_usual_script"] > 0
-    assert "× as fast" in data.to_text(report)
-    texts = list(data.corpus_texts(None, random.Random(2), 12e6))
+    assert "× as fast" in data_prepare.to_text(report)
+    texts = list(data_prepare.corpus_texts(None, random.Random(2), 12e6))
     assert 12e6 < sum(len(text.encode()) for text in texts) < 12.2e6
     assert len(set(texts)) > 0.98 * len(texts)
-    bench = data.PrepareBench(tmp_path, [*texts[:3], "another"], [tmp_path / "00.jsonl"], [], 1)
+    bench = data_prepare.PrepareBench(tmp_path, [*texts[:3], "another"], [tmp_path / "00.jsonl"], [], 1)
     with pytest.raises(SystemExit, match="differ"):
         bench.assert_same_ids()
+    with pytest.raises(SystemExit, match="take more than 2"):
+        data_prepare.measure(options_of(files=2), tmp_path)
+
+
+def test_the_benchmark_of_the_loader_compares_the_same_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"vocab_size": 500, "d_model": 64, "n_layers": 1, "d_ff": 64, "seq_len": 48}  # shorter than the windows
+    monkeypatch.setitem(PRESETS, "tiny", replace(PRESETS["mini"], **sizes))
+    monkeypatch.setattr(data_loader, "LOCATED", 1000)
+    small = options_of(loader_megabytes=1, batches=5, cold_batches=3, steps=1, preset="tiny")
+    report = data_loader.measure(small, tmp_path)
+    assert sum(report["sources"].values()) == 500_000
+    assert 0 < report["step"]["share"] < 1
+    assert report["step"]["tokens"] == 48
+    text = data_loader.to_text(report)
+    assert "× numpy memmap" in text
+    for held, ratio in ((0.0, "2.00 × numpy memmap"), (1.0, "cannot be cold here")):
+        cold = {**report["cold"], "pages_held": held, "ratio": 2.0 if held == 0 else None}
+        assert ratio in data_loader.to_text({**report, "cold": cold})
+    one, other = np.zeros((2, 3), np.int64), np.ones((2, 3), np.int64)
+    data_loader.assert_same(iter([(one, one)]), iter([(one, one)]))
+    with pytest.raises(SystemExit, match="different batches"):
+        data_loader.assert_same(iter([(one, one)]), iter([(one, other)]))
+
+
+def test_pages_are_in_memory_until_they_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1_000_000))
+    held, pages = data_pages._pages(path)
+    assert held == pages == -(-1_000_000 // mmap.PAGESIZE)
+    assert data_pages.drop_pages([path]) in (0.0, 1.0)  # 1: the file system is in memory
+    (tmp_path / "empty").touch()
+    assert data_pages.drop_pages([tmp_path / "empty"]) == 0.0
+
+
+def test_the_benchmark_of_starts_refuses_a_wrong_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = options_of(startup_tokens=[1e6])
+    (entry,) = data_startup.measure(small, tmp_path)["data_sets"]
+    assert entry["tokens"] == 1_000_000
+    assert entry["far"]["sample"] > entry["first"]["sample"] == 0
+    monkeypatch.setattr(data_startup, "mark", lambda *arguments: "0" * 64)
+    with pytest.raises(SystemExit, match="not what its windows hold"):
+        data_startup.measure(small, tmp_path)
+
+
+def test_the_benchmark_of_peers_counts_what_they_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_peers, "WORKERS", dict.fromkeys(data_peers.WORKERS, (0,)))
+    report = data_peers.measure(options_of(peers_megabytes=0.05, peers=["datasets", "litdata"]), tmp_path)
+    assert report["windows"] == 97 * 4 + 3  # the tail included
+    measured = report["loaders"]
+    assert measured["zerohalf"]["ratio"] == 1
+    for name in ("zerohalf", "datasets, 0 workers"):
+        assert measured[name]["windows"] == {"missing": 0, "again": 0, "foreign": 0}, name
+        assert measured[name]["resumes_exactly"]
+    is_absent = importlib.util.find_spec("litdata") is None
+    assert ("litdata, 0 workers" in report["absent"]) == is_absent
+    text = data_peers.to_text(report)
+    assert "every window once" in text
+    assert ("not measured: No module named 'litdata'" in text) == is_absent
+    with pytest.raises(SystemExit, match="no such file"):
+        data_peers.measure(options_of(peers_python=tmp_path / "none"), tmp_path)
+
+
+def test_windows_lost_and_repeated_are_counted() -> None:
+    expected = np.arange(10, dtype=np.uint64)
+    given = np.array([9, 1, 1, 1, 3, 4, 5, 6, 7, 77], np.uint64)
+    assert data_peers.compare(expected, given) == {"missing": 3, "again": 2, "foreign": 1}

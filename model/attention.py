@@ -1,12 +1,12 @@
 """Causal self-attention with grouped queries, the masks it runs under, and the cache of what it has already seen.
 
 Suffixes: b batch, t tokens, d model width, h heads (query heads for q, key/value heads for k and v),
-k the dimensions of one head.
+j slots of the cache, k the dimensions of one head.
 """
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -21,11 +21,13 @@ Mask: TypeAlias = Tensor | BlockMask
 
 
 class KVCache:
-    """Keys and values of the tokens a model has read, allocated once for `max_tokens`.
+    """Keys and values of the tokens that a model has read, allocated once for `max_tokens` a row, never copied.
 
-    It holds key/value heads only (never their copies for each query head):
-    2 · n_layers · n_kv_heads · head_dim values a token. `length` tokens are filled, the same number in every layer;
-    the model moves it on when all layers have appended.
+    A token's slot is its position: row b fills slots 0 .. lengths[b] - 1, and each row has a length of its own. It
+    holds key/value heads only (never their copies for each query head): 2 · n_layers · n_kv_heads · head_dim values a
+    slot. A pass over (b, t) ids appends t tokens to every row in every layer, then advances. To read texts of unequal
+    length together, pad them on the right and `cut` the rows back: what stands past a row's length is seen by no
+    later token, and overwritten by the next ones.
     """
 
     def __init__(
@@ -38,31 +40,78 @@ class KVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         shape = (config.n_layers, batch_size, config.n_kv_heads, max_tokens, config.head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)  # zeros: a masked score of 0 times NaN is NaN
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.max_tokens = max_tokens
-        self.length = 0
+        self.lengths = [0] * batch_size
+        self._lengths_b = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self._rows_b1 = torch.arange(batch_size, device=device)[:, None]
+        self._slots_j = torch.arange(max_tokens, device=device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held, as allocated."""
+        """Bytes of memory held for keys and values, as allocated."""
         return self.keys.untyped_storage().nbytes() + self.values.untyped_storage().nbytes()
 
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest row."""
+        return max(self.lengths)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all rows have one length, which needs neither a mask nor a scatter to add a token."""
+        return min(self.lengths) == max(self.lengths)
+
+    def positions(self, tokens: int) -> Tensor:
+        """(b, tokens) int64: where the next `tokens` of each row stand."""
+        return self._lengths_b[:, None] + self._slots_j[:tokens]
+
+    def mask(self, tokens: int) -> Tensor | None:
+        """Which slots the next `tokens` of each row may look at: those up to their own. Broadcasts to (b, h, t, j).
+
+        None as in `causal_mask`. To be made once for all layers.
+        """
+        stop = self.longest + tokens
+        if self.is_even:
+            return causal_mask(tokens, stop, self._slots_j.device)
+        return (self._slots_j[:stop] <= self.positions(tokens)[:, :, None])[:, None]
+
     def append(self, layer: int, k_bhtk: Tensor, v_bhtk: Tensor) -> tuple[Tensor, Tensor]:
-        """Store one layer's new keys and values; give back views of all of that layer's, old and new.
+        """Store one layer's new keys and values; give back views of that layer's slots, as many as the longest row has.
 
         ValueError when they do not fit.
         """
-        stop = self.length + k_bhtk.shape[2]
+        tokens = k_bhtk.shape[2]
+        start, stop = self.longest, self.longest + tokens
         if stop > self.max_tokens:
             raise ValueError(f"{stop} tokens do not fit a KV cache of {self.max_tokens}: allocate it larger")
-        self.keys[layer, :, :, self.length : stop] = k_bhtk
-        self.values[layer, :, :, self.length : stop] = v_bhtk
-        return self.keys[layer, :, :, :stop], self.values[layer, :, :, :stop]
+        keys_bhjk, values_bhjk = self.keys[layer], self.values[layer]
+        if self.is_even:
+            keys_bhjk[:, :, start:stop] = k_bhtk
+            values_bhjk[:, :, start:stop] = v_bhtk
+        else:
+            positions_bt = self.positions(tokens)
+            keys_bhjk[self._rows_b1, :, positions_bt] = k_bhtk.transpose(1, 2)
+            values_bhjk[self._rows_b1, :, positions_bt] = v_bhtk.transpose(1, 2)
+        return keys_bhjk[:, :, :stop], values_bhjk[:, :, :stop]
 
     def advance(self, tokens: int) -> None:
-        """Count `tokens` more as filled, once every layer has appended them."""
-        self.length += tokens
+        """Count `tokens` more in every row, once every layer has appended them."""
+        self.lengths = [length + tokens for length in self.lengths]
+        self._lengths_b += tokens
+
+    def cut(self, lengths: Sequence[int]) -> None:
+        """Forget all but the first lengths[b] tokens of each row b: padding read with them, or a text to be changed.
+
+        ValueError for a length that the row does not have.
+        """
+        if len(lengths) != len(self.lengths) or not all(
+            0 <= kept <= held for kept, held in zip(lengths, self.lengths, strict=True)
+        ):
+            raise ValueError(f"rows of {self.lengths} tokens cannot be cut to {list(lengths)}")
+        self.lengths = list(lengths)
+        self._lengths_b.copy_(torch.tensor(self.lengths))
 
 
 class Attention(nn.Module):
@@ -76,6 +125,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
+        self.rope_layout = config.rope_layout
         self.grouped = config.n_heads != config.n_kv_heads
         q_width, kv_width = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.d_model, q_width, bias=False)
@@ -90,13 +140,11 @@ class Attention(nn.Module):
         cache: KVCache | None = None,
         mask: Mask | None = None,
     ) -> Tensor:
-        q_bhtk = rotate(self._heads(self.q_proj(x_btd)), *rotation)
-        k_bhtk = rotate(self._heads(self.k_proj(x_btd)), *rotation)
+        q_bhtk = rotate(self._heads(self.q_proj(x_btd)), *rotation, self.rope_layout)
+        k_bhtk = rotate(self._heads(self.k_proj(x_btd)), *rotation, self.rope_layout)
         v_bhtk = self._heads(self.v_proj(x_btd))
         if cache is not None:
             k_bhtk, v_bhtk = cache.append(self.layer, k_bhtk, v_bhtk)
-        if mask is None:
-            mask = causal_mask(q_bhtk.shape[2], k_bhtk.shape[2], q_bhtk.device)
         out_bhtk = attend(q_bhtk, k_bhtk, v_bhtk, mask, grouped=self.grouped)
         out_btd: Tensor = self.o_proj(out_bhtk.transpose(1, 2).flatten(2))
         return out_btd
@@ -106,13 +154,13 @@ class Attention(nn.Module):
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor | None:
-    """(queries, keys) booleans, True where the query may look; None when they are the same tokens.
+    """(queries, keys) booleans, True where the query may look; None when they are the same tokens, or one query.
 
     The queries are the *last* tokens among the keys, so query i may see keys 0 .. keys - queries + i. For equal
-    numbers that is what `is_causal` means, and the fused kernels need no mask in memory. With a cache it is not:
-    `is_causal` aligns the first query with the first key.
+    numbers that is what `is_causal` means, and the fused kernels need no mask in memory; one query sees all keys. Else
+    it is not: `is_causal` aligns the first query with the first key.
     """
-    if queries == keys:
+    if queries in (1, keys):
         return None
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(diagonal=keys - queries)
 
@@ -145,15 +193,26 @@ def block_mask(documents_bt: Tensor) -> BlockMask:
 
 
 def attend(q_bhtk: Tensor, k_bhtk: Tensor, v_bhtk: Tensor, mask: Mask | None, *, grouped: bool) -> Tensor:
-    """Softmax attention under a mask, None being causal among equally many queries and keys; shape of q."""
+    """Softmax attention under a mask; shape of q. None is causal among equally many queries and keys, and one query
+    that sees all keys.
+
+    With one query a token's heads, grouped by the key/value head they read, are so many queries of that head: a view,
+    where kernels without grouped heads would copy keys and values for each query head.
+    """
     if isinstance(mask, BlockMask):
         flex = compiled_flex_attention()
         assert flex is not None, "a block mask is made only where flex_attention runs"
         out_bhtk: Tensor = flex(q_bhtk, k_bhtk, v_bhtk, block_mask=mask, enable_gqa=grouped)
         return out_bhtk
-    return F.scaled_dot_product_attention(
-        q_bhtk, k_bhtk, v_bhtk, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-    )
+    queries, causal = q_bhtk.shape[2], mask is None and q_bhtk.shape[2] > 1
+    assert mask is not None or queries in (1, k_bhtk.shape[2]), "these queries and keys need a mask"
+    if queries > 1 or not grouped:
+        return F.scaled_dot_product_attention(
+            q_bhtk, k_bhtk, v_bhtk, attn_mask=mask, is_causal=causal, enable_gqa=grouped
+        )
+    q_bhgk = q_bhtk.view(q_bhtk.shape[0], k_bhtk.shape[1], -1, q_bhtk.shape[3])
+    out_bhgk = F.scaled_dot_product_attention(q_bhgk, k_bhtk, v_bhtk, attn_mask=mask, is_causal=False, enable_gqa=False)
+    return out_bhgk.reshape(q_bhtk.shape)
 
 
 @functools.cache

@@ -207,20 +207,22 @@ def _check_loss_on_random_targets(model: Transformer, generator: torch.Generator
 
 
 def _read_in_chunks(model: Transformer, ids_bt: Tensor, chunks: Sequence[int], cache: KVCache) -> Tensor:
-    return torch.cat([model(chunk_bt, cache=cache) for chunk_bt in torch.split(ids_bt, list(chunks), dim=1)], dim=1)
+    parts = torch.split(ids_bt, [size for size in chunks if size], dim=1)
+    return torch.cat([model(part_bt, cache=cache) for part_bt in parts], dim=1)
 
 
 def _ragged_difference(model: Transformer, ids_bt: Tensor, full_btv: Tensor, prompt: int) -> Tensor:
     """Of the logits, when the first row goes on from `prompt` tokens and the second from a third of them."""
-    tokens, differences = ids_bt.shape[1], []
+    tokens, lengths, differences = ids_bt.shape[1], [prompt, prompt // 3], []
     cache = KVCache(model.config, batch_size=2, max_tokens=tokens)
     model(ids_bt[:, :prompt], cache=cache)  # to the second row, what stands past its length is padding
-    cache.cut([prompt, prompt // 3])
+    cache.cut(lengths)
     one_by_one = (tokens - prompt) // 2
     for chunk in [tokens - prompt - one_by_one, *[1] * one_by_one]:
-        columns = [slice(length, length + chunk) for length in cache.lengths]
+        columns = [slice(length, length + chunk) for length in lengths]
         ids, expected = (torch.stack([x[row, columns[row]] for row in (0, 1)]) for x in (ids_bt, full_btv))
         differences.append((model(ids, cache=cache) - expected).abs().max())
+        lengths = [length + chunk for length in lengths]
     return torch.stack(differences).max()
 
 

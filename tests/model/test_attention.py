@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention import Attention, KVCache, causal_mask
-from model.config import ModelConfig
+from model.accounting import kv_cache_bytes_per_token
+from model.attention import Attention, KVCache, attend, causal_mask
+from model.config import PRESETS, ModelConfig
 from model.positions import rope_tables
 from tests.model import reference
 from tests.model.conftest import seeded
@@ -61,6 +62,18 @@ def test_the_mask_aligns_the_last_query_with_the_last_key() -> None:
     mask = causal_mask(2, 5, torch.device("cpu"))
     assert mask is not None
     assert mask.int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert causal_mask(1, 5, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("mask", [None, torch.tensor([[[[True, True, False, True, True, False, False]]]])])
+def test_one_query_attends_alike_grouped_by_key_value_head(mask: Tensor | None) -> None:
+    """The heads of one token as queries of their key/value head, against keys and values copied for every head."""
+    q_bhtk, k_bhtk, v_bhtk = (torch.randn(3, *shape, 64, generator=seeded(1)) for shape in ((8, 1), (2, 7), (2, 7)))
+    copied_bhtk = (x_bhtk.repeat_interleave(4, dim=1) for x_bhtk in (k_bhtk, v_bhtk))
+    expected_bhtk = F.scaled_dot_product_attention(q_bhtk, *copied_bhtk, attn_mask=mask)
+    out_bhtk = attend(q_bhtk, k_bhtk, v_bhtk, mask, grouped=True)
+    assert out_bhtk.shape == q_bhtk.shape
+    assert float((out_bhtk - expected_bhtk).abs().max()) < 1e-6
 
 
 def test_the_cache_holds_kv_heads_only_and_gives_views(tiny_config: ModelConfig) -> None:
@@ -71,7 +84,51 @@ def test_the_cache_holds_kv_heads_only_and_gives_views(tiny_config: ModelConfig)
     assert keys_bhtk.shape == (2, 2, 4, 64)
     assert keys_bhtk.untyped_storage().data_ptr() == cache.keys.untyped_storage().data_ptr()
     assert values_bhtk.unique().tolist() == [2.0]
-    assert cache.length == 0
+    assert cache.lengths == [0, 0]
     cache.advance(4)
     with pytest.raises(ValueError, match="11 tokens do not fit a KV cache of 10"):
         cache.append(1, torch.ones(2, 2, 7, 64), torch.ones(2, 2, 7, 64))
+
+
+def test_rows_of_the_cache_have_their_own_lengths(tiny_config: ModelConfig) -> None:
+    cache = KVCache(tiny_config, batch_size=3, max_tokens=9)
+    assert cache.is_even
+    cache.advance(5)
+    cache.cut([5, 0, 2])
+    assert (cache.lengths, cache.longest, cache.is_even) == ([5, 0, 2], 5, False)
+    assert cache.positions(2).tolist() == [[5, 6], [0, 1], [2, 3]]
+    mask_b1tj = cache.mask(2)
+    assert mask_b1tj is not None
+    assert mask_b1tj.int()[:, 0].tolist() == [
+        [[1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1]],
+        [[1, 0, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0]],
+        [[1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0]],
+    ]
+    new_bhtk = torch.arange(1.0, 7.0).view(3, 1, 2, 1).expand(3, 2, 2, 64)
+    keys_bhjk, values_bhjk = cache.append(2, new_bhtk, -new_bhtk)
+    assert keys_bhjk[:, 1, :, 63].tolist() == [[0, 0, 0, 0, 0, 1, 2], [3, 4, 0, 0, 0, 0, 0], [0, 0, 5, 6, 0, 0, 0]]
+    assert torch.equal(values_bhjk, -keys_bhjk)
+    assert keys_bhjk.untyped_storage().data_ptr() == cache.keys.untyped_storage().data_ptr()
+    assert not cache.keys[:2].any()
+    cache.advance(2)
+    assert cache.lengths == [7, 2, 4]
+    cache.cut([2, 2, 2])
+    assert cache.is_even
+    assert cache.positions(1).tolist() == [[2], [2], [2]]
+
+
+@pytest.mark.parametrize("lengths", [[4, 2], [3], [3, 2, 1], [-1, 2]])
+def test_rows_are_cut_to_what_they_have(tiny_config: ModelConfig, lengths: list[int]) -> None:
+    cache = KVCache(tiny_config, batch_size=2, max_tokens=9)
+    cache.advance(3)
+    cache.cut([3, 2])
+    with pytest.raises(ValueError, match=r"rows of \[3, 2\] tokens cannot be cut to"):
+        cache.cut(lengths)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bytes_of_a_cache_are_the_formulas(dtype: torch.dtype) -> None:
+    config = PRESETS["mini"]
+    cache = KVCache(config, batch_size=3, max_tokens=50, dtype=dtype)
+    assert cache.nbytes == 3 * 50 * kv_cache_bytes_per_token(config, dtype.itemsize)
+    assert cache.nbytes * 4 == 3 * 50 * kv_cache_bytes_per_token(config, dtype.itemsize, kv_heads=config.n_heads)

@@ -1,6 +1,6 @@
 """The checks pass on the model as it is, and each names the fault that is planted for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.attention import KVCache
 from model.config import PRESETS, ModelConfig
 from model.transformer import Transformer
 from model.verify import CHECK_NAMES, Check, check_initial_loss, check_parameters, verify
@@ -34,7 +35,9 @@ def test_the_mini_preset_passes() -> None:
     assert "over 1,024 tokens" in outcome["initial loss"].measured
 
 
-@pytest.mark.parametrize("change", [{}, {"tied": False}, {"n_kv_heads": 8}, {"n_kv_heads": 1}, {"seq_len": 7}])
+@pytest.mark.parametrize(
+    "change", [{}, {"tied": False}, {"n_kv_heads": 8}, {"n_kv_heads": 1}, {"seq_len": 7}, {"seq_len": 2}]
+)
 def test_other_configs_pass(change: dict[str, object]) -> None:
     assert failed(checks(replace(SMALL, **change))) == {}
 
@@ -117,10 +120,36 @@ def test_cache_catches_positions_that_restart(monkeypatch: pytest.MonkeyPatch) -
     assert list(failed(checks())) == ["cache"]
 
 
+def rows_keep_their_padding(self: KVCache, lengths: Sequence[int]) -> None:
+    """Every row goes on from the end of the longest."""
+
+
+def rows_see_what_stands_past_them(self: KVCache, tokens: int) -> Tensor:
+    return torch.ones(tokens, self.longest + tokens, dtype=torch.bool).tril(diagonal=self.longest)
+
+
+def rows_stand_at_one_position(self: KVCache, tokens: int) -> Tensor:
+    return torch.full((len(self.lengths), 1), self.longest) + torch.arange(tokens)
+
+
+@pytest.mark.parametrize(
+    "method, mutant",
+    [
+        ("cut", rows_keep_their_padding),
+        ("mask", rows_see_what_stands_past_them),
+        ("positions", rows_stand_at_one_position),
+    ],
+)
+def test_cache_catches_rows_that_share_one_length(
+    monkeypatch: pytest.MonkeyPatch, method: str, mutant: Callable[..., Tensor | None]
+) -> None:
+    monkeypatch.setattr(KVCache, method, mutant)
+    assert list(failed(checks())) == ["cache"]
+
+
 def test_cache_catches_expanded_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache with a key/value head for every query head: right logits, four times the memory."""
     from model import verify as module
-    from model.attention import KVCache
 
     class Expanded(KVCache):
         @property

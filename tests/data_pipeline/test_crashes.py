@@ -93,6 +93,75 @@ def test_a_full_disk_is_one_line_and_then_goes_on(
     assert data(out) == whole[options.deduplicate]
 
 
+def test_a_ledger_that_the_disk_cannot_hold_leaves_nothing(tmp_path: Path, tokenizer_folder: Path) -> None:
+    """What waits in its buffer cannot be written either when it is closed; shards begun must go all the same."""
+    path = write_jsonl(tmp_path / "x.jsonl", [text[:500] for text in real_texts(9)])
+    with path.open("a") as file:
+        file.write('{"text": null}\n' * 300)
+    inputs, out = {"x": [path]}, tmp_path / "out"
+    prepare_part(inputs, tokenizer_folder, out, OPTIONS, part=Part(1, 2**40))
+    arguments = (14_000, inputs, tokenizer_folder, out, OPTIONS)
+    process = multiprocessing.get_context("fork").Process(target=prepare_with_small_files, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == 3
+    assert not list(out.rglob("*.tmp"))
+    prepare(inputs, tokenizer_folder, out, OPTIONS)
+    assert len((out / "x" / "ledger.jsonl").read_bytes().splitlines()) == 300
+
+
+ON_A_SMALL_DISK = """
+import json, subprocess, sys
+from pathlib import Path
+disk, kilobytes, command = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "none", disk], check=True)
+first = subprocess.run(command, capture_output=True, text=True)
+found = {"code": first.returncode, "said": first.stderr, "manifest": (disk / "out" / "manifest.json").exists(),
+         "leftovers": [str(path) for path in disk.rglob("*.tmp")]}
+subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
+found["after"] = subprocess.run(command, capture_output=True, text=True).returncode
+subprocess.run(["cp", "-r", disk / "out", disk.with_name("saved")], check=True)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.soak  # needs the right to mount in a namespace of its own: `unshare -rm`
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("options", [OPTIONS, TWICE], ids=["all", "deduplicated"])
+def test_a_real_disk_that_is_full(
+    tmp_path: Path, inputs: dict[str, list[Path]], tokenizer_folder: Path, whole: dict[bool, dict[str, bytes]],
+    workers: int, options: Options,
+) -> None:  # fmt: skip
+    """Disks of many sizes, from one without room for the tokenizer to one that just holds all."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = [sys.executable, "-m", "data_pipeline", "prepare", "--tokenizer", str(tokenizer_folder), "--out",
+               str(disk / "out"), "--workers", str(workers), "--unit-bytes", "20000", "--validation-fraction", "0.2",
+               *(["--deduplicate"] if options.deduplicate else [])]  # fmt: skip
+    command += [f"--input={name}={path}" for name, paths in inputs.items() for path in paths]
+    codes = []
+    for kilobytes in (8, 40, 80, 120, 160, 200, 240, 280, 320, 360, 400, 440, 480, 560, 640, 1000):
+        done = subprocess.run(
+            ["unshare", "-rm", sys.executable, "-c", ON_A_SMALL_DISK, str(disk), str(kilobytes), *command],
+            cwd=ROOT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        codes.append(found["code"])
+        if found["code"]:
+            assert found["code"] == 2
+            assert found["said"].count("\n") == 1, found["said"]
+            assert found["said"].startswith("error: ")
+            assert "No space left on device" in found["said"]
+            assert not found["manifest"]
+        assert found["leftovers"] == []
+        assert found["after"] == 0
+        assert data(tmp_path / "saved") == whole[options.deduplicate]
+        shutil.rmtree(tmp_path / "saved")
+    assert codes[:5] == [2] * 5
+    assert codes[-1] == 0
+
+
 # ---------------------------------------------------------------- two writers
 
 

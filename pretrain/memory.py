@@ -11,8 +11,9 @@ Bytes as measured on live engines (DeepSpeed 0.19, torch 2.13, AdamW), P paramet
 With bf16 masters the last column is 2P/N, 4P/N. With fp32 compute, weights and gradients take 4 bytes; ZeRO-0 updates
 the weights themselves, ZeRO-1 to 3 keep a clone of their partition as masters.
 
-Not counted here: activations and logits, ZeRO-3's gathered layers, communication buckets, the fp32 copy of a gradient
-partition that `step()` makes for a moment.
+Not counted here: activations, logits and the gradient of the head (4 · vocab_size · d_model) that the loss forms beside
+them, ZeRO-3's gathered layers, communication buckets, the fp32 copy of a gradient partition that `step()` makes for a
+moment.
 """
 
 from __future__ import annotations

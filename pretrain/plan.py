@@ -23,7 +23,8 @@ CONTEXT_BYTES = GB
 FRAGMENTATION = 0.05
 LABEL = "static only: activations not counted yet"
 NOT_COUNTED = (
-    "activations and logits, communication buckets, gathered layers of ZeRO-3, the gradient copy inside step()"
+    "activations, logits and the loss's fp32 gradient of the head, communication buckets, gathered layers of ZeRO-3, "
+    "the gradient copy inside step()"
 )
 
 
@@ -224,13 +225,13 @@ def plan(config: RunConfig, world_size: int, device_memory_bytes: int | None = N
     )
 
 
-def parse_memory(text: str) -> int:
+def parse_memory(text: str, what: str = "device memory") -> int:
     """Bytes of a size like 24GB (10^9) or 22GiB (2^30). RecipeError for anything else: a bare number has no unit."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
     unit = UNITS.get(match[2].lower()) if match else None
     size_bytes = float(match[1]) * unit if match is not None and unit is not None else 0.0
     if not 1 <= size_bytes < 2**63:
-        raise RecipeError(f"device memory {show(text)}: write a positive number with a unit, for example 24GB or 22GiB")
+        raise RecipeError(f"{what} {show(text)}: write a positive number with a unit, for example 24GB or 22GiB")
     return round(size_bytes)
 
 

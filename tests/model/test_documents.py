@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from model import attention, transformer
-from model.attention import Mask, attend, block_mask, compiled_flex_attention, document_mask
+from model.attention import Mask, attend, block_mask, boolean_mask, compiled_flex_attention, document_mask
 from model.config import ModelConfig
 from model.generate import KVCache
 from model.positions import RotaryEmbedding, positions_within_documents
@@ -135,7 +135,8 @@ def test_the_mask_is_made_once_for_all_layers(tiny: Transformer, monkeypatch: py
     assert len(calls) == 1
 
 
-def test_checkpointed_gradients_are_equal_bit_for_bit(tiny_config: ModelConfig) -> None:
+@pytest.mark.parametrize("mode", ["selective", "every-2", "full"])
+def test_checkpointed_gradients_are_equal_bit_for_bit(tiny_config: ModelConfig, mode: str) -> None:
     model = lively(Transformer(tiny_config))
     ids_bt, documents_bt = row_of_documents(tiny_config)
     targets_bt = random_ids(tiny_config, 2, 40, seed=8)
@@ -147,7 +148,7 @@ def test_checkpointed_gradients_are_equal_bit_for_bit(tiny_config: ModelConfig) 
         return list(torch.autograd.grad(loss.loss_sum, list(model.parameters())))
 
     plain = gradients()
-    model.activation_checkpointing = "full"
+    model.activation_checkpointing = mode
     assert all(map(torch.equal, gradients(), plain))
 
 
@@ -195,6 +196,29 @@ def test_a_block_mask_gives_what_the_booleans_give(monkeypatch: pytest.MonkeyPat
         causal = attend(q_bhtk, k_bhtk, v_bhtk, None, grouped=True)
     assert (ours - theirs).abs().max() < 1e-5
     assert (ours - causal).abs().max() > 0.1
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("make_mask", [boolean_mask, block_mask])
+def test_a_row_has_the_loss_and_the_gradients_of_its_documents_apart(
+    tiny: Transformer, monkeypatch: pytest.MonkeyPatch, make_mask: Callable[[Tensor], Mask]
+) -> None:
+    """Under SDPA's mask and flex_attention's, whose backward pass runs on a CPU too if one doesn't ask first."""
+    monkeypatch.setattr(transformer, "document_mask", make_mask)
+    monkeypatch.setattr(attention, "compiled_flex_attention", lambda: flex_attention)
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    ids_bt, documents_bt = row_of_documents(tiny.config)
+    targets_bt = random_ids(tiny.config, 2, 40, seed=8)
+    targets_bt[:, 30:34] = -100
+    parameters = list(tiny.parameters())
+    apart = [tiny(ids_bt[:, a:b], targets_bt[:, a:b]).loss_sum for a, b in itertools.pairwise(BORDERS)]
+    packed = tiny(ids_bt, targets_bt, documents_bt=documents_bt).loss_sum
+    unmasked = tiny(ids_bt, targets_bt).loss_sum
+    expected = torch.autograd.grad(sum(apart), parameters)
+    assert packed.item() == pytest.approx(sum(apart).item(), rel=1e-6)
+    assert unmasked.item() != pytest.approx(sum(apart).item(), rel=1e-3)
+    for ours, theirs in zip(torch.autograd.grad(packed, parameters), expected, strict=True):
+        assert (ours - theirs).norm() < 5e-6 * theirs.norm()
 
 
 @pytest.mark.usefixtures("forgotten")

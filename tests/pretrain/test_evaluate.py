@@ -29,7 +29,7 @@ def uniform_model(inputs: np.ndarray, targets: np.ndarray, documents: np.ndarray
     """Every token as likely as any other."""
     count = torch.tensor(int((targets != IGNORED).sum()))
     loss = count * math.log(VOCAB_SIZE)
-    return LossSum(loss, count, loss)
+    return LossSum(2 * loss, count, loss)  # a penalty beside the cross-entropy is no part of a score
 
 
 def scores_of(path: Path, forward: Any, ranks: Ranks, **options: Any) -> dict[str, Any]:

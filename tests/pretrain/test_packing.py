@@ -72,6 +72,7 @@ def runs(data: Path, tiny_recipe: Tables, tmp_path_factory: pytest.TempPathFacto
             checkpoint={"every_steps": STEPS // 2, "keep_last": 2},
             evaluation={"every_steps": STEPS, "max_tokens": 1024},
             precision={"compute": "fp32"},
+            loss={"z_loss": 0.01},
             deepspeed={"config": f"ds_configs/zero{stage}.json"},
         )
         one = made[packing] = Made(tables, folder / "whole", folder / "resumed")
@@ -125,21 +126,26 @@ def test_tokens_are_targets(made: Made) -> None:
 
 
 def test_the_first_loss_is_that_of_isolated_documents(made: Made) -> None:
-    """By a plain model with the run's initial weights; without the masks it has another loss."""
+    """By a plain model with the run's initial weights; without the masks it has another loss. The z-loss is apart."""
     config = parse_recipe(made.tables)
     model = Transformer(config.model, torch.Generator().manual_seed(config.seed))
-    first, losses = steps_read(made)[0], []
+    model.z_loss = 0.01
+    first, losses, z_losses = steps_read(made)[0], [], []
     for isolated in (True, False):
-        loss_sum, tokens = 0.0, 0
+        loss_sum, z_loss_sum, tokens = 0.0, 0.0, 0
         for batch in first:
             assert batch.documents is not None
             ids_bt, targets_bt, documents_bt = map(torch.from_numpy, (batch.inputs, batch.targets, batch.documents))
             with torch.no_grad():
                 loss = model(ids_bt, targets_bt, documents_bt=documents_bt if isolated else None)
-            loss_sum, tokens = loss_sum + loss.loss_sum.item(), tokens + loss.token_count.item()
+            loss_sum, tokens = loss_sum + loss.cross_entropy_sum.item(), tokens + loss.token_count.item()
+            z_loss_sum += loss.loss_sum.item() - loss.cross_entropy_sum.item()
         losses.append(loss_sum / tokens)
-    recorded = read_metrics(made.whole / "metrics.jsonl")[0]["loss"]
-    assert recorded == pytest.approx(losses[0], rel=1e-6)
+        z_losses.append(z_loss_sum / tokens)
+    recorded = read_metrics(made.whole / "metrics.jsonl")[0]
+    assert recorded["loss"] == pytest.approx(losses[0], rel=1e-6)
+    assert recorded["z_loss"] == pytest.approx(z_losses[0], rel=1e-4)
+    assert 0.4 < recorded["z_loss"] < 0.6  # 0.01 · ln² 1024, nearly
     assert abs(losses[1] / losses[0] - 1) > 1e-5
 
 

@@ -51,7 +51,7 @@ def generate(
     device = weight.device
     room = max(len(ids) for ids in prompts) + max_new_tokens
     cache = KVCache(model.config, batch_size=rows, max_tokens=room, dtype=weight.dtype, device=device)
-    numbers_n = torch.rand(max_new_tokens, generator=torch.Generator().manual_seed(seed)).to(device)
+    generator = torch.Generator().manual_seed(seed)
     new_bn = torch.zeros(rows, max_new_tokens, dtype=torch.int64, device=device)
     stopped_b = torch.zeros(rows, dtype=torch.bool, device=device)
     finite = torch.ones((), dtype=torch.bool, device=device)
@@ -65,7 +65,7 @@ def generate(
             ids_b = logits_bv.argmax(dim=-1)
         else:
             chances_bv = probabilities(logits_bv, temperature=temperature, top_k=top_k, top_p=top_p)
-            ids_b = _draw(chances_bv, numbers_n[n])
+            ids_b = _draw(chances_bv, generator)
         new_bn[:, n] = ids_b
         if stop_id is not None:
             stopped_b |= ids_b == stop_id
@@ -102,11 +102,14 @@ def probabilities(logits_bv: Tensor, *, temperature: float, top_k: int | None, t
     return torch.zeros_like(scaled_bv).scatter_(-1, ids_bv, chances_bv)
 
 
-def _draw(chances_bv: Tensor, number: Tensor) -> Tensor:
-    """(b,) ids: in each row the first whose probability, summed over the ids up to it, exceeds `number`, in [0, 1)."""
-    reached_bv = chances_bv.cumsum(dim=-1, dtype=torch.float64)
-    ids_b1 = torch.searchsorted(reached_bv, number * reached_bv[:, -1:], right=True)
-    return ids_b1[:, 0].clamp_(max=chances_bv.shape[-1] - 1)  # past the end only where logits are not finite
+def _draw(chances_bv: Tensor, generator: torch.Generator) -> Tensor:
+    """(b,) ids, each drawn by its row of probabilities, all rows by the same numbers.
+
+    An exponential race: with one e ~ Exp(1) for each id, chance / e is largest for an id as often as its chance says.
+    Rounding changes the winner only in a close finish; in sums over the vocabulary it would reach every id.
+    """
+    waits_v = torch.empty(chances_bv.shape[-1]).exponential_(generator=generator)
+    return (chances_bv / waits_v.to(chances_bv.device)).argmax(dim=-1)
 
 
 def _read_prompts(model: Transformer, prompts: Sequence[Sequence[int]], cache: KVCache, chunk_tokens: int) -> Tensor:

@@ -1,6 +1,4 @@
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 import pytest
 import torch
@@ -20,16 +18,16 @@ RAGGED = [PROMPT, [8], [*range(40, 60)], [33, 2]]
 def without_cache(
     model: Transformer, ids: Sequence[int], count: int, *, seed: int = 0, temperature: float, **narrowing: object
 ) -> list[int]:
-    """The definition: all the text read anew for each token, one prompt, draws by the sums of Python's floats."""
-    numbers, ids = torch.rand(count, generator=seeded(seed)).tolist(), list(ids)
-    for number in numbers:
+    """The definition: one prompt, all of it read anew for each token, torch's own draw."""
+    generator, ids = seeded(seed), list(ids)
+    for _ in range(count):
         with torch.no_grad():
             logits_v = model(torch.tensor([ids]))[0, -1]
         if temperature == 0:
             ids.append(int(logits_v.argmax()))
-            continue
-        chances = probabilities(logits_v, temperature=temperature, **narrowing).tolist()
-        ids.append(bisect_right(list(accumulate(chances)), number))
+        else:
+            chances_v = probabilities(logits_v, temperature=temperature, **narrowing)
+            ids.append(int(torch.multinomial(chances_v, 1, generator=generator)))
     return ids[-count:]
 
 

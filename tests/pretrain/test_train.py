@@ -16,7 +16,6 @@ import pytest
 from data_pipeline.prepare import Options, prepare
 from pretrain.checkpoint import list_checkpoints
 from pretrain.config import parse_recipe, to_toml
-from pretrain.generate import continue_prompts
 from pretrain.metrics import TrainingDivergedError, read_metrics
 from pretrain.runtime import Ranks
 from pretrain.train import train
@@ -185,16 +184,6 @@ def test_a_launchers_variables_with_nonsense(
 def test_a_strangers_rank_silences_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RANK", "1")
     refused(command(tmp_path / "nowhere.toml", verb="plan"), "no such recipe")
-
-
-def test_a_model_with_more_ids_than_its_tokenizer_generates(tiny_recipe: Tables, tmp_path: Path) -> None:
-    """Ids that the tokenizer lacks are never drawn, however little the model has learnt."""
-    tables = tiny_recipe(model={"vocab_size": 3000}, schedule={"max_steps": 3}, evaluation={"every_steps": 9})
-    run_ranks(1, train_case, tables, tmp_path / "run")
-    for _, text in continue_prompts(
-        tmp_path / "run", ["a", ""], max_new_tokens=40, temperature=5.0, top_k=None, top_p=None, seed=1
-    ):
-        assert text
 
 
 def test_evaluate_and_generate_refuse_in_one_line(tmp_path: Path) -> None:

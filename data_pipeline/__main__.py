@@ -496,17 +496,19 @@ def _count_epochs(collection: Collection, run: Path | None, seq_len: int, seed: 
 
 def _write_card(collection: Collection, card: Path | None, plot: Path | None, seq_len: int) -> None:
     from data_pipeline.card import check_picture, make_card, plot_lengths, render_card
-    from data_pipeline.durable import write_file
+    from data_pipeline.durable import telling_full_disk, write_file
     from data_pipeline.inspection import choose_codec
 
     if plot is not None:
         check_picture(plot)
     made = make_card(collection, choose_codec(collection), seq_len=seq_len)
     if plot is not None:
-        plot_lengths(made, plot)
+        with telling_full_disk(plot):
+            plot_lengths(made, plot)
     if card is not None:
         picture = os.path.relpath(plot, card.parent) if plot is not None else None
-        write_file(card, render_card(made, picture).encode())
+        with telling_full_disk(card):
+            write_file(card, render_card(made, picture).encode())
 
 
 def _available_cpus() -> int:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from data_pipeline.durable import file_sha256, sync_folder, write_file
+from data_pipeline.durable import file_sha256, sync_folder, telling_full_disk, write_file
 from data_pipeline.filters import is_validation
 from data_pipeline.shards import (
     COLLECTION_FORMAT,
@@ -140,7 +140,7 @@ def import_tokens(
         for name, paths in sources.items():
             readers[name][split] = MegatronReader(paths) if form == "megatron" else FlatReader(form, paths, eos)
     options = {"converted_from": form, "eos": eos, "validation_fraction": validation_fraction}
-    with _whole_or_nothing(out) as folder:
+    with telling_full_disk(out), _whole_or_nothing(out) as folder:
         codec.copy_to(folder / TOKENIZER_FOLDER)
         hashes = {}
         for name, splits in readers.items():
@@ -265,7 +265,7 @@ def export_tokens(collection: Collection, form: Format, out: Path, *, on_bytes: 
         )
     hear = on_bytes or (lambda count: None)
     record: dict[str, Any] = {}
-    with _whole_or_nothing(out) as folder:
+    with telling_full_disk(out), _whole_or_nothing(out) as folder:
         for name, source in collection.sources.items():
             for split in SPLITS:
                 stream = TokenStream(source.splits[split])

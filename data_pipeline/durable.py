@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _PROCESS = secrets.token_hex(
@@ -44,6 +46,17 @@ def write_file(path: Path, content: bytes) -> None:
         publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def telling_full_disk(place: Path) -> Iterator[None]:
+    """What is written in the block goes to `place`: a full disk is told with this name, since a write knows none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise OSError(f"{place}: {error.strerror}; make room and start again") from None
 
 
 def file_sha256(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from data_pipeline.durable import sync_folder, write_file
+from data_pipeline.durable import sync_folder, telling_full_disk, write_file
 from data_pipeline.order import PackingMode, PlannedRows, SampleOrder, Stage
 from data_pipeline.packing import PackedRows, PackingFigures, measure_packing, pack_best_fit
 from data_pipeline.shards import (
@@ -212,7 +212,7 @@ def make_plan(collection: Collection, seq_len: int) -> tuple[PackingPlan, bool]:
     """
     folder = plan_folder(collection, seq_len)
     folder.parent.mkdir(exist_ok=True)
-    with _only_writer(folder.parent):
+    with telling_full_disk(folder), _only_writer(folder.parent):
         if (folder / MANIFEST_NAME).exists():
             try:
                 return open_plan(collection, seq_len), False
@@ -222,21 +222,29 @@ def make_plan(collection: Collection, seq_len: int) -> tuple[PackingPlan, bool]:
             shutil.rmtree(folder)
         folder.mkdir()
         sync_folder(folder.parent)
-        sources = {}
-        for name, source in collection.sources.items():
-            packed = pack_best_fit(source.splits["train"], seq_len)
-            figures = measure_packing(source.splits["train"], seq_len, "best_fit")
-            sources[name] = {
-                "tokens": figures.tokens, "documents": figures.documents, "rows": figures.rows,
-                "pieces": len(packed.starts), "documents_cut": figures.documents_cut,
-                "tokens_padded": figures.tokens_padded, **_write_rows(folder, name, packed),
-            }  # fmt: skip
-        manifest = {
-            "format": PACKING_FORMAT, "version": 1, "packing": "best_fit", "seq_len": seq_len, "split": "train",
-            "content_sha256": collection.content_sha256, "sources": sources,
-        }  # fmt: skip
-        write_file(folder / MANIFEST_NAME, render_manifest(manifest))
+        try:
+            _write_plan(collection, seq_len, folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
     return open_plan(collection, seq_len), True
+
+
+def _write_plan(collection: Collection, seq_len: int, folder: Path) -> None:
+    sources = {}
+    for name, source in collection.sources.items():
+        packed = pack_best_fit(source.splits["train"], seq_len)
+        figures = measure_packing(source.splits["train"], seq_len, "best_fit")
+        sources[name] = {
+            "tokens": figures.tokens, "documents": figures.documents, "rows": figures.rows,
+            "pieces": len(packed.starts), "documents_cut": figures.documents_cut,
+            "tokens_padded": figures.tokens_padded, **_write_rows(folder, name, packed),
+        }  # fmt: skip
+    manifest = {
+        "format": PACKING_FORMAT, "version": 1, "packing": "best_fit", "seq_len": seq_len, "split": "train",
+        "content_sha256": collection.content_sha256, "sources": sources,
+    }  # fmt: skip
+    write_file(folder / MANIFEST_NAME, render_manifest(manifest))
 
 
 def check_plans(collection: Collection) -> None:

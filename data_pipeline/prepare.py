@@ -7,7 +7,6 @@ unit, and how often the work was killed on the way, leaves no trace in the outpu
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -24,7 +23,7 @@ import orjson
 
 from data_pipeline.corpus import STDIN, Place, is_local, standard_input
 from data_pipeline.duplicates import duplicates_folder, find_repeats, hashes_receipt
-from data_pipeline.durable import file_sha256, publish, sync_folder, temporary_name, write_file
+from data_pipeline.durable import file_sha256, publish, sync_folder, telling_full_disk, temporary_name, write_file
 from data_pipeline.locks import ALL, Span, doing, setting_up
 from data_pipeline.plan import make_plan, refuse_foreign_folder, refuse_output_among_inputs, settle_plan
 from data_pipeline.progress import Counters, reporting
@@ -164,7 +163,8 @@ def prepare(
     `out` holds no manifest then, and the same command continues where it stopped.
     """
     began_at = time.monotonic()
-    with _begun(inputs, tokenizer, out, options or Options(), None, workers, strict, stdin_kind) as work:
+    begun = _begun(inputs, tokenizer, out, options or Options(), None, workers, strict, stdin_kind)
+    with telling_full_disk(out), begun as work:
         if not work.is_whole:
             work.do()
             _finish(work)
@@ -195,7 +195,7 @@ def prepare_part(
     began_at = time.monotonic()
     if any(STDIN in places for places in inputs.values()):
         raise PrepareError("standard input cannot be read by several calls; give a file, or leave --units out")
-    with _begun(inputs, tokenizer, out, options or Options(), part, workers, strict) as work:
+    with telling_full_disk(out), _begun(inputs, tokenizer, out, options or Options(), part, workers, strict) as work:
         if not work.is_whole:
             work.do()
     left = 0 if work.is_whole else sum(not work.place.receipt(unit).exists() for unit in work.units)
@@ -240,12 +240,7 @@ def _begun(
             work = _Work(place, units, plan, options, codec, span, workers, strict)
             if not work.is_whole:
                 work.make_folders()
-        try:
-            yield work
-        except OSError as error:  # a write knows no file name
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            raise PrepareError(f"{out}: {error.strerror}; make room and start again to continue") from None
+        yield work
 
 
 class _Work:

@@ -395,6 +395,28 @@ def test_a_full_disk_is_one_line_and_the_next_run_continues(tmp_path: Path, toke
         assert not list(tmp_path.rglob("*.tmp"))
 
 
+def test_a_full_disk_stops_every_verb_that_writes_in_one_line(collection: Path, tmp_path: Path) -> None:
+    """It names what was to be written, and nothing of it stays; the collection itself is whole as before."""
+    data = shutil.copytree(collection, tmp_path / "data")
+    for out, command in (
+        ("foreign", ["convert", str(data), "--to", "nanogpt", "--out", str(tmp_path / "foreign")]),
+        ("data/_packing/best_fit-2", ["pack", str(data), "--seq-len", "2"]),
+        ("card.md", ["inspect", str(data), "--card", str(tmp_path / "card.md")]),
+        ("lengths.png", ["inspect", str(data), "--plot", str(tmp_path / "lengths.png")]),
+    ):
+        line = 'ulimit -f 1; exec "$@"'
+        done = subprocess.run(
+            ["bash", "-c", line, "bash", sys.executable, "-m", "data_pipeline", *command],
+            capture_output=True, text=True, check=False, cwd=ROOT,
+        )  # fmt: skip
+        assert done.returncode == 2, (command, done.stderr)
+        (said,) = done.stderr.splitlines()
+        assert said == f"error: {tmp_path / out}: File too large; make room and start again"
+        assert not (tmp_path / out).exists()
+        assert not list(tmp_path.rglob(".*tmp")), command
+    verify_collection(data, full=True)
+
+
 def test_of_two_at_once_one_writes(tmp_path: Path, corpus_file: Path, tokenizer_folder: Path) -> None:
     command = [sys.executable, "-m", "data_pipeline", "prepare", str(corpus_file), "--tokenizer", str(tokenizer_folder),
                "--out", str(tmp_path / "out"), "--unit-bytes", "5000", "--workers", "1"]  # fmt: skip

@@ -66,8 +66,8 @@ def prepare_with_small_files(limit: int, *arguments: Any, **keywords: Any) -> No
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
         prepare(*arguments, **keywords)
-    except PrepareError as error:
-        os._exit(3 if "File too large; make room and start again" in str(error) else 4)
+    except OSError as error:
+        os._exit(3 if "out: File too large; make room and start again" in str(error) else 4)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

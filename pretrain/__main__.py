@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import warnings
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -196,17 +197,23 @@ def evaluate(
 
 @app.command(
     epilog="\b\nExamples:\n  python -m pretrain generate runs/mini --prompt 'It is a truth'\n"
-    "  python -m pretrain generate runs/mini --prompt 'def main(' --temperature 0 --max-new-tokens 100"
+    "  python -m pretrain generate runs/mini --prompt 'def main(' --temperature 0 --max-new-tokens 100\n"
+    "  python -m pretrain generate runs/mini --prompt 'Once' --prompt '从前' --top-p 0.9 --seed 7 --json"
 )
 def generate(
     checkpoint: Checkpoint,
-    prompts: Annotated[list[str], typer.Option("--prompt", metavar="TEXT", help="May be given several times.")],
+    prompts: Annotated[
+        list[str],
+        typer.Option("--prompt", metavar="TEXT", help="Several are continued as one batch, each as if alone."),
+    ],
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1, metavar="N")] = 50,
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, metavar="P")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, metavar="N")] = 1,
-    as_json: AsJson = False,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, metavar="N", help="Every prompt draws from it: a prompt, a text.")
+    ] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt instead of text.")] = False,
 ) -> None:
     """Continue prompts with the model of a run or checkpoint, by the tokenizer that the run carries."""
     from pretrain.generate import continue_prompts
@@ -226,6 +233,95 @@ def generate(
             if as_json
             else prompt + continuation
         )
+
+
+class _Format(StrEnum):
+    HF = "hf"
+    GGUF = "gguf"
+
+
+class _Dtype(StrEnum):
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+class _Layout(StrEnum):
+    ROTATE_HALF = "rotate_half"
+    INTERLEAVED = "interleaved"
+
+
+@app.command(
+    epilog="\b\nExamples:\n  python -m pretrain export runs/mini --out exported/mini\n"
+    "  python -m pretrain export runs/mini/checkpoints/step-00001000 --out exported/mini --dtype bf16 --overwrite\n"
+    "  python -m pretrain export runs/mini --format gguf --out exported/mini.gguf"
+)
+def export(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Option(metavar="PATH", help="The folder to make; of gguf the file.")],
+    form: Annotated[
+        _Format,
+        typer.Option("--format", help="hf: LlamaForCausalLM for transformers and servers. gguf: for llama.cpp."),
+    ] = _Format.HF,
+    dtype: Annotated[_Dtype | None, typer.Option(help="Of the weights; the checkpoint's if not given.")] = None,
+    max_shard_bytes: Annotated[
+        str | None,
+        typer.Option("--max-shard-bytes", metavar="SIZE", help="Weights above it are several files; 5GB if not given."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that stands at --out.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a run's model for other programs, its tokenizer included; see docs/export.md."""
+    from pretrain.config import RecipeError
+    from pretrain.plan import parse_memory
+
+    if form is _Format.GGUF and max_shard_bytes is not None:
+        raise RecipeError("--max-shard-bytes: a GGUF is one file: leave it out")
+    shard_bytes = parse_memory(max_shard_bytes or "5GB", "--max-shard-bytes")
+    wanted = None if dtype is None else dtype.value
+    if form is _Format.GGUF:
+        if importlib.util.find_spec("gguf") is None:
+            raise RecipeError("--format gguf needs the package gguf: pip install -e '.[gguf]'")
+        from pretrain.export_gguf import export_gguf
+
+        done = export_gguf(checkpoint, out, dtype=wanted, overwrite=overwrite)
+    else:
+        from pretrain.export import export_hf
+
+        done = export_hf(checkpoint, out, dtype=wanted, max_shard_bytes=shard_bytes, overwrite=overwrite)
+    print(json.dumps(done.to_dict(), indent=2) if as_json else done.to_text())
+
+
+@app.command(
+    "import",
+    epilog="\b\nExamples:\n  python -m pretrain import downloads/llama --tokenizer tokenizers/books --out imported/x\n"
+    "  python -m pretrain import exported/mini --out imported/mini\n"
+    "  python -m pretrain run recipe.toml --set initial_weights=imported/mini",
+)
+def import_weights(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="What save_pretrained wrote: config.json and safetensors.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The checkpoint to make.")],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The tokenizer of the ids; where the folder has one of ours, that one."),
+    ] = None,
+    rope_layout: Annotated[
+        _Layout, typer.Option("--rope-layout", help="Which dimensions RoPE is to pair in the checkpoint.")
+    ] = _Layout.ROTATE_HALF,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an import that stands at --out.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a checkpoint of a LlamaForCausalLM: training starts from it, evaluate, generate and export take it."""
+    from pretrain.export import import_hf
+
+    done, config = import_hf(folder, out, tokenizer=tokenizer, rope_layout=rope_layout.value, overwrite=overwrite)
+    if as_json:
+        print(json.dumps({**done.to_dict(), "model": config.to_dict()}, indent=2))
+        return
+    print(f"{done.to_text()}\n\nin a recipe that starts from it:\n\ninitial_weights = {json.dumps(done.out)}\n")
+    print("\n".join(["[model]", *(f"{name} = {json.dumps(value)}" for name, value in config.to_dict().items())]))
 
 
 def _refuse_impostors() -> None:

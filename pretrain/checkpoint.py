@@ -12,6 +12,9 @@
 Protocol of a save: all ranks write into `step-….partial`; each flushes and hashes its share of the files; the first
 rank writes the manifest, renames the folder, moves `latest`, then prunes. A kill anywhere leaves either the old
 `latest` or the new one, both whole. Loading verifies every hash and falls back to the newest whole checkpoint.
+
+Imported weights are a checkpoint without a run: weights.safetensors, model.json, the tokenizer they belong to, and
+manifest.json. A run can start from them, evaluate, generate and export take them; nothing can resume from them.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from safetensors.torch import load_file, save_file
 
 from data_pipeline.durable import file_sha256, sync_folder
 from data_pipeline.order import difference
-from model.config import ModelConfig
+from model.config import ModelConfig, ModelConfigError
 from pretrain.batching import BatchPlan
 from pretrain.run_directory import CheckpointError, RunDirectory, write_text
 from pretrain.runtime import Ranks
@@ -42,6 +45,7 @@ from pretrain.runtime import Ranks
 if TYPE_CHECKING:
     from model.transformer import Transformer
     from pretrain.engine import TrainingEngine
+    from tokenizer.codec import Codec
 
 FORMAT = "zerohalf-checkpoint"
 FORMAT_VERSION = 1
@@ -166,6 +170,11 @@ def choose(
     if resume != "auto":
         wanted = Path(resume).resolve()
         verify(wanted)
+        if not (wanted / "engine").is_dir():
+            raise CheckpointError(
+                f"{wanted} holds weights without a state of training: to start from them, "
+                f"set initial_weights = {wanted} in the recipe and leave out --resume"
+            )
         own = wanted.parent == folder.resolve()
         if own and chosen is not None and chosen.resolve() != wanted:
             raise CheckpointError(
@@ -300,6 +309,41 @@ def run_of(path: Path) -> RunDirectory:
     return run
 
 
+def tokenizer_of(path: Path) -> Path:
+    """The tokenizer's folder that goes with a checkpoint: its own, if it was imported, or its run's."""
+    own = find(path) / "tokenizer"
+    return own if own.is_dir() else run_of(path).tokenizer
+
+
+def load_weights(path: Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+    """The sizes and the weights by name of a checkpoint, tied weights once, as stored. To be verified before.
+
+    Raises CheckpointError where this version knows no such model.
+    """
+    return model_config(path), load_file(path / "weights.safetensors")
+
+
+def model_config(path: Path) -> ModelConfig:
+    """The ModelConfig of a checkpoint's weights. Raises CheckpointError where this version knows no such model."""
+    try:
+        return ModelConfig(**_read_json(path / "model.json"))
+    except (TypeError, ModelConfigError) as error:
+        raise CheckpointError(f"{path}/model.json is of another version of this program: {error}") from None
+
+
+def fill(model: Transformer, weights: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Put a checkpoint's weights into a model of its sizes, cast to the model's dtype.
+
+    Raises CheckpointError unless they are all of the model's, tied ones once.
+    """
+    missing = model.load_state_dict(weights, strict=False).missing_keys
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
+        n for n, _ in model.named_parameters()
+    }
+    if set(missing) - tied:
+        raise CheckpointError(f"{path}/weights.safetensors lacks {sorted(set(missing) - tied)[:3]} of {len(missing)}")
+
+
 def load_model(path: Path) -> Transformer:
     """The model of a checkpoint (or of a run's newest), in the dtype it was trained to compute in, on the CPU.
 
@@ -309,16 +353,45 @@ def load_model(path: Path) -> Transformer:
 
     path = find(path)
     verify(path)
-    config = ModelConfig(**_read_json(path / "model.json"))
-    weights = load_file(path / "weights.safetensors")
+    config, weights = load_weights(path)
     model = Transformer(config).to(next(iter(weights.values())).dtype)
-    missing = model.load_state_dict(weights, strict=False).missing_keys
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
-        n for n, _ in model.named_parameters()
-    }
-    if set(missing) - tied:
-        raise CheckpointError(f"{path}/weights.safetensors lacks {sorted(set(missing) - tied)[:3]} of {len(missing)}")
+    fill(model, weights, path)
     return model.eval()
+
+
+def refuse_other_model(path: Path, config: ModelConfig) -> None:
+    """Raise CheckpointError, naming the size, unless a run of `config` can start from the weights of a checkpoint.
+
+    seq_len and init_std say nothing of what weights mean, and may differ.
+    """
+    stored, wanted = model_config(path).to_dict(), config.to_dict()
+    for name in stored:
+        if stored[name] == wanted[name] or name in ("seq_len", "init_std"):
+            continue
+        remedy = f"set model.{name} = {json.dumps(stored[name])}"
+        if name == "rope_layout":
+            remedy += f", or export them and import them again with --rope-layout {wanted[name]}"
+        raise CheckpointError(
+            f"initial_weights {path} are of a model with {name} = {json.dumps(stored[name])}, the recipe's has "
+            f"{json.dumps(wanted[name])}: {remedy}"
+        )
+
+
+def write_imported(folder: Path, config: ModelConfig, weights: Mapping[str, torch.Tensor], codec: Codec) -> None:
+    """Make a checkpoint without a run in an empty folder: weights as they are, sizes, tokenizer, manifest."""
+    try:
+        save_file(dict(weights), folder / "weights.safetensors")
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error)) from error
+    (folder / "model.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+    codec.copy_to(folder / "tokenizer")
+    files = {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    manifest = {"format": FORMAT, "version": FORMAT_VERSION, "files": files, "files_sha256": digest(files)}
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2))
 
 
 @contextmanager

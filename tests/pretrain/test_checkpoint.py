@@ -108,7 +108,7 @@ def test_a_damaged_record_of_attempts_is_one_line(content: str, run: tuple[Path,
         begin_attempt(RunDirectory(path), Inputs.check(parse_recipe(tables), 1), "auto", [1], print)
     (path / "environment.json").unlink()
     (path / "recipe.toml").write_bytes(b"\xff\xfe")
-    attempt, _ = begin_attempt(RunDirectory(path), Inputs.check(parse_recipe(tables), 1), "auto", [1], print)
+    attempt, *_ = begin_attempt(RunDirectory(path), Inputs.check(parse_recipe(tables), 1), "auto", [1], print)
     assert attempt == 1
 
 
@@ -162,7 +162,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(run: tuple[Path, dict[str, An
 def test_a_longer_run_may_resume_and_the_change_is_recorded(run: tuple[Path, dict[str, Any]]) -> None:
     path, tables = run
     longer = {**tables, "schedule": {**tables["schedule"], "max_steps": 12}}
-    attempt, chosen = begin_attempt(RunDirectory(path), Inputs.check(parse_recipe(longer), 1), "auto", [1], print)
+    attempt, chosen, _ = begin_attempt(RunDirectory(path), Inputs.check(parse_recipe(longer), 1), "auto", [1], print)
     assert (attempt, chosen) == (2, path / "checkpoints" / "step-00000008")
     recorded = json.loads((path / "environment.json").read_text())["attempts"][-1]
     assert recorded["recipe_changes"] == ["max_steps = 12"]

@@ -35,11 +35,21 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="report as JSON")
     for name, part in PARTS.items():
         part.add_options(parser.add_argument_group(name))
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if min(options.repetitions, options.seq_len, options.batch_size) < 1:
+        parser.error("--repetitions, --seq-len and --batch-size must be at least 1")
+    return options
 
 
 def main() -> None:
     options = parse()
+    try:
+        run(options)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+def run(options: argparse.Namespace) -> None:
     report = {}
     for name in options.only:
         with tempfile.TemporaryDirectory(prefix="zerohalf-benchmark-", dir=options.work) as folder:

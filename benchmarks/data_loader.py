@@ -226,10 +226,10 @@ def to_text(report: dict[str, Any]) -> str:
     for name in ("warm", "cold"):
         one = report[name]
         low, high = min(one["ratios_of_repetitions"]), max(one["ratios_of_repetitions"])
-        ratio = f"{one['ratio']:.2f}" if one["ratio"] is not None else "none, these files cannot be cold here"
+        ratio = f"{one['ratio']:.2f} × numpy memmap" if one["ratio"] is not None else "files cannot be cold here"
         held = f"; {one['pages_held']:.1%} of the pages were in memory at the start" if name == "cold" else ""
         lines.append(
-            f"{name}                    {ratio} × numpy memmap: {one['loader_tokens_per_second'] / 1e6:,.1f} M tokens/s"
+            f"{name}                    {ratio}: {one['loader_tokens_per_second'] / 1e6:,.1f} M tokens/s"
             f" against {one['memmap_tokens_per_second'] / 1e6:,.1f} (repetitions {low:.2f} to {high:.2f});"
             f" {one['batches']:,} batches of {report['batch_size']} × {report['seq_len']} tokens,"
             f" {report['repetitions']} repetitions of both, in turn; medians{held}"
@@ -239,7 +239,7 @@ def to_text(report: dict[str, Any]) -> str:
         f"waiting for a batch     {step['share']:.4%} of a step of {step['preset']} on {step['tokens']} tokens"
         f" ({step['step_seconds']:.2f} s on this CPU): {step['waited_microseconds']:.0f} µs,"
         f" the longest {step['longest_wait_microseconds']:.0f} µs",
-        f"nothing read ahead      {step['share_without_reading_ahead']:.3%} of it; 1 % at"
+        f"nothing read ahead      {step['share_without_reading_ahead']:.4%} of it; 1 % at"
         f" {step['hundredth_up_to_tokens_per_second'] / 1e6:.2f} M tokens/s a rank",
         f"order.locate            {report['locate_microseconds']:.1f} µs a sample",
         f"Permutation.many        {report['permutation_many_microseconds']:.3f} µs an index",

@@ -2,9 +2,10 @@
 
 Each runs in a process of its own (data_peer_process.py says how it is set up), with the workers it is given; all take
 turns. First everything that a loader gives in an epoch is compared with the windows that there are: what it leaves out
-or gives twice is counted. Then, in each repetition: an epoch, timed from its first batch on; the time from the data
-set's folder to the first batch, imports aside; and the same behind half an epoch, from what a checkpoint of it would
-hold, where the batch must be the one that an epoch without a break has there.
+or gives twice is counted, and how well it is shuffled, 1 where any window may follow any other. Then, in each
+repetition: an epoch, timed from its first batch on; the time from the data set's folder to the first batch, imports
+aside; and the same behind half an epoch, from what a checkpoint of it would hold, where the batch must be the one that
+an epoch without a break has there.
 
 A loader that is not installed is named. Those of benchmarks/peers.txt want other versions than ours of what all need:
 
@@ -131,6 +132,7 @@ class Peer:
             "written_bytes": sum(path.stat().st_size for path in stored),
             "written_seconds": written["seconds"],
             "windows": compare(expected, self.order),
+            "shuffled": shuffled(expected, self.order),
             "resumes_exactly": True,
         }
 
@@ -191,6 +193,15 @@ def compare(expected: Digests, given: Digests) -> dict[str, int]:
     }
 
 
+def shuffled(expected: Digests, given: Digests) -> float:
+    """How far apart the windows lie that follow each other, on average: 0 in the order of the text, about 1 when any
+    may follow any other. Windows that do not exist are left out.
+    """
+    ascending = np.argsort(expected)
+    found = ascending[np.searchsorted(expected, given[np.isin(given, expected)], sorter=ascending)]
+    return float(np.abs(np.diff(found)).mean() - 1) / (len(expected) / 3)
+
+
 def to_text(report: dict[str, Any]) -> str:
     lines = [
         f"{report['windows']:,} windows of {report['seq_len'] + 1} tokens in batches of {report['batch_size']},"
@@ -200,6 +211,7 @@ def to_text(report: dict[str, Any]) -> str:
     for label, one in report["loaders"].items():
         odd = [f"{count:,} windows {what}" for what, count in one["windows"].items() if count]
         said = ", ".join(odd) or "every window once"
+        said += f", shuffled {one['shuffled']:.2f}"
         said += "" if one["resumes_exactly"] else "; resumed with another batch"
         lines.append(
             f"{label:<22}{one['tokens_per_second'] / 1e6:>12,.1f}{one['ratio']:>8.1f}"

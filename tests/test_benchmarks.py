@@ -340,6 +340,7 @@ def test_the_benchmark_of_peers_counts_what_they_give(tmp_path: Path, monkeypatc
     for name in ("zerohalf", "datasets, 0 workers"):
         assert measured[name]["windows"] == {"missing": 0, "again": 0, "foreign": 0}, name
         assert measured[name]["resumes_exactly"]
+        assert 0.7 < measured[name]["shuffled"] < 1.3
     is_absent = importlib.util.find_spec("litdata") is None
     assert ("litdata, 0 workers" in report["absent"]) == is_absent
     text = data_peers.to_text(report)
@@ -353,3 +354,14 @@ def test_windows_lost_and_repeated_are_counted() -> None:
     expected = np.arange(10, dtype=np.uint64)
     given = np.array([9, 1, 1, 1, 3, 4, 5, 6, 7, 77], np.uint64)
     assert data_peers.compare(expected, given) == {"missing": 3, "again": 2, "foreign": 1}
+
+
+def test_how_well_windows_are_shuffled() -> None:
+    rng = np.random.default_rng(1)
+    expected = rng.permutation(3000).astype(np.uint64)
+    assert data_peers.shuffled(expected, expected) == 0
+    assert data_peers.shuffled(expected, np.append(rng.permutation(expected), np.uint64(9999))) == pytest.approx(
+        1, abs=0.1
+    )
+    in_chunks = np.concatenate([rng.permutation(part) for part in np.split(expected, 10)])
+    assert data_peers.shuffled(expected, in_chunks) == pytest.approx(0.1, abs=0.03)

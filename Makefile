@@ -13,7 +13,7 @@ help: ## what each target does
 setup: $(INSTALLED) ## make the virtualenv and install from the lock
 
 # The stamp is written last, so that an interrupted installation is done again.
-$(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard tokenizer/fastbpe/*.cpp tokenizer/fastbpe/*.h)
+$(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard tokenizer/fastbpe/*.cpp tokenizer/fastbpe/*.h data_pipeline/*.cpp)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, $(PYTHON) is %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'

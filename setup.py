@@ -1,7 +1,7 @@
-"""The one part of the project that is compiled. All else of the build stands in pyproject.toml.
+"""What is compiled of the project: the encoder and a hash. All else of the build stands in pyproject.toml.
 
-The extension is optional: without a C++ compiler the installation says so in a warning and succeeds, and SentencePiece
-encodes.
+Both extensions are optional: without a C++ compiler the installation says so in a warning and succeeds; SentencePiece
+encodes then, and hashlib hashes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,13 @@ setup(
             extra_compile_args=list(build["COMPILE_ARGS"]),
             language="c++",
             optional=True,
-        )
+        ),
+        Extension(
+            "data_pipeline._blake2b",
+            sources=[str(Path("data_pipeline", "blake2b.cpp"))],
+            extra_compile_args=[*build["COMPILE_ARGS"], "-Wno-psabi"],
+            language="c++",
+            optional=True,
+        ),
     ]
 )

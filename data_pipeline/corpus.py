@@ -44,9 +44,9 @@ from data_pipeline.readers.places import (
 from data_pipeline.readers.txt import read_blocks, read_file, read_lines
 
 __all__ = [
-    "KNOWN", "STDIN", "CorpusError", "Document", "Dropped", "FileFacts", "Found", "Listing", "LongDocument",
-    "Piece", "Place", "TxtDocuments", "as_txt_documents", "count_lines", "file_kind", "find_files", "hear_raw",
-    "is_local", "lines_before", "plan_units", "read_documents", "read_piece", "recorded_piece", "shown", "standard_input",
+    "KNOWN", "STDIN", "CorpusError", "Document", "Dropped", "FileFacts", "Found", "Listing", "LongDocument", "Piece",
+    "Place", "TxtDocuments", "as_txt_documents", "count_lines", "file_kind", "find_files", "hear_raw", "is_local",
+    "lines_before", "plan_units", "read_documents", "read_piece", "recorded_piece", "shown", "standard_input",
 ]  # fmt: skip
 
 _STDIN_NAME = "<stdin>"

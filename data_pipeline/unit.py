@@ -335,15 +335,16 @@ class UnitWork:
                 return
             item = passed
         is_long = isinstance(item, LongDocument)
-        if remark := loss(item.utf8 if is_long else item.text):
+        text = item.utf8 if is_long else item.text
+        if remark := loss(text):
             self._note("notes", piece, item, remark)
-        text = item.utf8
-        if is_long:
+        if isinstance(text, bytes):
             self._encode()
             self._encode_long(text)
             return
-        self._batch.append(text)
-        self._batch_bytes += len(text)
+        raw = text.encode("utf-8")
+        self._batch.append(raw)
+        self._batch_bytes += len(raw)
         if self._batch_bytes >= BATCH_BYTES or len(self._batch) >= _BATCH_DOCUMENTS:
             self._encode()
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import orjson
 
+from data_pipeline.readers import items
 from data_pipeline.readers.items import (
     BLANKS,
     BOM,
-    LONG_BYTES,
     Document,
     Dropped,
     LongDocument,
@@ -39,7 +39,7 @@ def read_jsonl(piece: Piece, lines: Iterable[bytes | int], text_field: str) -> I
             continue
         if position == 1 and piece.start == 0:
             line = line.removeprefix(BOM)
-        if len(line) > LONG_BYTES and (item := _read_long(line, shown, position, text_field)):
+        if len(line) > items.LONG_BYTES and (item := _read_long(line, shown, position, text_field)):
             del line
             yield item
             del item
@@ -71,15 +71,12 @@ def _read_long(line: bytes, path: str, position: int, text_field: str) -> Docume
     if not isinstance(record, dict):
         return None
     text = find_text(record, text_field, path, position)
-    document = None
-    for name, (start, stop) in strings.items():
-        content = _Unescaped(wanted=name == text)
-        if not content.read(line, start, stop):
+    wanted = BytesIO()
+    for name, (start, stop) in strings.items():  # the others must be sound as well
+        if not _unescape(line, start, stop, wanted if name == text else None):
             return None
-        if name == text:
-            document = LongDocument.from_utf8(content.utf8(), path, position)
-    if document is not None:
-        return document
+    if text in strings:
+        return LongDocument.from_utf8(wanted.getvalue(), path, position)
     return text if isinstance(text, Dropped) else text_or_drop(text, path, position)
 
 
@@ -120,37 +117,27 @@ def _string_end(line: bytes, start: int) -> int | None:
     return None
 
 
-class _Unescaped:
-    """The content of a JSON string as UTF-8, a part at a time."""
+def _unescape(line: bytes, start: int, stop: int, out: BytesIO | None) -> bool:
+    """Write what bytes start to stop, the content of a JSON string, stand for as UTF-8, a part at a time. False: they
+    are not sound.
 
-    def __init__(self, *, wanted: bool) -> None:
-        self._wanted = wanted
-        self._parts = BytesIO()
-
-    def read(self, line: bytes, start: int, stop: int) -> bool:
-        """Whether bytes start to stop are the content of a sound JSON string.
-
-        A part must not end within an escape, a pair of surrogates or a character. It is sound JSON only if it does
-        not, and what can't be cut has 12 bytes at most.
-        """
-        while start < stop:
-            end = min(start + _PART_BYTES, stop)
-            for shorter in range(_ESCAPE_BYTES if end < stop else 1):
-                try:
-                    text = orjson.loads(b'"%b"' % line[start : end - shorter])
-                except orjson.JSONDecodeError:
-                    continue
-                break
-            else:
-                return False
-            if self._wanted:
-                self._parts.write(text.encode("utf-8"))
-            start = end - shorter
-        return True
-
-    def utf8(self) -> bytes:
-        """All of it."""
-        return self._parts.getvalue()
+    A part must not end within an escape, a pair of surrogates or a character: then it is no sound JSON itself, and a
+    little shorter it is.
+    """
+    while start < stop:
+        end = min(start + _PART_BYTES, stop)
+        for shorter in range(_ESCAPE_BYTES if end < stop else 1):
+            try:
+                text = orjson.loads(b'"%b"' % line[start : end - shorter])
+            except orjson.JSONDecodeError:
+                continue
+            break
+        else:
+            return False
+        if out is not None:
+            out.write(text.encode("utf-8"))
+        start = end - shorter
+    return True
 
 
 def _parse_line(line: bytes, path: str, position: int, text_field: str) -> Document | Dropped:

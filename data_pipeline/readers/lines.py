@@ -3,41 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from io import BytesIO
 
 from data_pipeline.readers import items
 from data_pipeline.readers.places import READ_BYTES, Piece, read_chunks
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes | int]:
-    """Lines without their ``\\n``, at a cost linear in the bytes; of one longer than MAX_DOCUMENT_BYTES its length."""
-    parts: list[bytes] = []  # of the line under way; none once it is too long
-    length = 0
+    """Lines without their ``\\n``, at a cost linear in the bytes; of one longer than MAX_DOCUMENT_BYTES its length.
+
+    Memory: a chunk, and the line under way once; a line that was given is not kept.
+    """
+    begun, length = BytesIO(), 0  # of the line under way; nothing of it once it is too long
     for chunk in chunks:
         start = 0
         while (end := chunk.find(b"\n", start)) >= 0:
             if length:
-                length += end - start
-                parts.append(chunk[start:end])
-                yield _joined(parts) if length <= items.MAX_DOCUMENT_BYTES else length
-                parts.clear()
-                length = 0
+                begun.write(chunk[start:end])
+                line = [_line(begun, length + end - start)]
+                begun, length = BytesIO(), 0
+                yield line.pop()
             else:
                 yield chunk[start:end]
             start = end + 1
-        if start < len(chunk):
-            length += len(chunk) - start
-            parts.append(chunk[start:])
-        if length > items.MAX_DOCUMENT_BYTES:
-            parts.clear()
+        length += len(chunk) - start
+        if length <= items.MAX_DOCUMENT_BYTES:
+            begun.write(chunk[start:])
+        else:
+            begun = BytesIO()
     if length:
-        yield _joined(parts) if length <= items.MAX_DOCUMENT_BYTES else length
+        yield _line(begun, length)
 
 
-def _joined(parts: list[bytes]) -> bytes:
-    """All parts as one, and the list empty: a long line does not stand in memory twice while it is used."""
-    line = b"".join(parts)
-    parts.clear()
-    return line
+def _line(content: BytesIO, length: int) -> bytes | int:
+    return content.getvalue() if length <= items.MAX_DOCUMENT_BYTES else length
 
 
 def own_lines(piece: Piece, chunks: Iterable[bytes]) -> Iterator[bytes]:

@@ -17,21 +17,20 @@ from data_pipeline.readers.places import Piece, open_seekable
 
 def read_file(piece: Piece, chunks: Iterable[bytes]) -> Iterator[Document | Dropped]:
     """The whole file as one document; nothing of a file past the limit is kept."""
-    parts: list[bytes] = []
-    length = 0
+    content, length = BytesIO(), 0
     for chunk in chunks:
         length += len(chunk)
         if length <= items.MAX_DOCUMENT_BYTES:
-            parts.append(chunk)
+            content.write(chunk)
         else:
-            parts.clear()
+            content = BytesIO()
     if length > items.MAX_DOCUMENT_BYTES:
         yield too_long(piece.shown, 1)
-    else:
-        raw = b"".join(parts)
-        parts.clear()
-        raw = raw.removeprefix(BOM)
-        yield decode_or_drop(raw, piece.shown, 1)
+        return
+    raw = content.getvalue()
+    del content
+    raw = raw.removeprefix(BOM)
+    yield decode_or_drop(raw, piece.shown, 1)
 
 
 def read_lines(piece: Piece, lines: Iterable[bytes | int]) -> Iterator[Document | Dropped]:

@@ -8,6 +8,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,15 +19,17 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from data_pipeline.corpus import CorpusError, Document, Dropped, read_documents
+from data_pipeline.corpus import CorpusError, Document, Dropped, TxtDocuments, read_documents
 from data_pipeline.durable import write_file
 from data_pipeline.filters import is_validation
 from data_pipeline.inspection import document_segments, window_segments
 from data_pipeline.prepare import Options, PrepareError, parse_inputs, prepare
+from data_pipeline.readers import items, jsonl
 from data_pipeline.shards import SPLITS, DataFormatError, open_collection
 from data_pipeline.stream import TokenStream
 from data_pipeline.verification import verify_collection
 from tests.data_pipeline.conftest import CHINESE, ODD_TEXTS, real_texts, units_held_elsewhere
+from tokenizer import codec as codec_module
 from tokenizer.codec import Codec
 
 BAD_LINES = [b"", b'{"text": "cut', b'{"text": null}', b'{"text": "\xff"}', b'{"text": ""}', b'{"text": 1} x', b"[1]"]
@@ -161,6 +165,56 @@ def test_output_is_identical_for_any_number_of_workers(
 ) -> None:
     prepare(inputs, tokenizer_folder, tmp_path / "out", SMALL, workers=workers)
     assert tree(tmp_path / "out") == tree(made)
+
+
+@pytest.mark.parametrize("mode", ["file", "line", "block"])
+def test_long_documents_give_the_same_bytes(
+    tmp_path: Path, texts: list[str], tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch, mode: TxtDocuments
+) -> None:
+    """Those that are held as UTF-8 and tokenized in parts, beside those that are not."""
+    path = write_jsonl(tmp_path / "a.jsonl", texts, bad_lines=True)
+    for name, lot in (("b", texts), ("c", texts[60:64])):
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(lot), encoding="utf-8", newline="")
+    inputs = {"a": [path], "b": [tmp_path / "b.txt", tmp_path / "c.txt"]}
+    options = Options(validation_fraction=0.2, min_chars=7, max_chars=9000, deduplicate=True, txt_documents=mode)
+    prepare(inputs, tokenizer_folder, tmp_path / "short", options)
+    monkeypatch.setattr(items, "LONG_BYTES", 2000)
+    monkeypatch.setattr(jsonl, "_PART_BYTES", 300)
+    monkeypatch.setattr(codec_module, "BATCH_BYTES", 700)
+    with mock.patch.object(Codec, "encode_long", autospec=True, side_effect=Codec.encode_long) as encode_long:
+        prepare(inputs, tokenizer_folder, tmp_path / "long", options)
+    assert encode_long.call_count > 30
+    assert tree(tmp_path / "long") == tree(tmp_path / "short")
+
+
+MEASURED = """
+import re, sys
+from pathlib import Path
+from data_pipeline.prepare import Options, prepare
+from tokenizer.codec import Codec
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+source, tokenizer, out = map(Path, sys.argv[1:])
+before = (Codec.load(tokenizer), peak())[1]
+prepare({"a": [source]}, tokenizer, out, Options(validation_fraction=0.5))
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_a_long_document_takes_less_than_three_times_its_bytes(
+    tmp_path: Path, tokenizer_folder: Path, name: str
+) -> None:
+    """As `str` this one takes four bytes a character; at the limit of 256 MiB there must be less than a gigabyte."""
+    text = ("Words of a long document, one like the other. " * 20 + "😀\n") * 18_000 * 2
+    path, size = tmp_path / name, len(text.encode())
+    path.write_text((json.dumps({"text": text}) + "\n") * 2 if name == "a.jsonl" else text, encoding="utf-8")
+    del text
+    command = [sys.executable, "-c", MEASURED, str(path), str(tokenizer_folder), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
+    assert int(done.stdout) < 3 * size + 40e6  # and the encoder's caches
 
 
 def run_until(process: multiprocessing.context.ForkProcess, seconds: float) -> bool:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -560,3 +561,54 @@ def test_a_batch_of_bytes_has_the_ids_of_its_texts(codec: Codec, texts: list[str
     rows = np.split(ids, ends[:-1].astype(np.int64))
     assert [row.tolist() for row in rows] == [codec.encode(text) for text in some]
     assert not set(codec.control_ids.values()) & set(ids.tolist())
+
+
+@pytest.mark.parametrize("size", [17, 1000])
+def test_a_long_text_has_the_same_ids_in_parts(
+    codec: Codec, texts: list[str], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(codec_module, "BATCH_BYTES", size)
+    monkeypatch.setattr(codec_module, "_WINDOW_BYTES", 16)
+    odd = [
+        "",
+        "x" * 3000,
+        " " * 3000,
+        "\n \n" * 999,
+        "\u2581 " * 500,
+        "😀é文" * 500,
+        "a\u2581b c" * 300,
+        PROBE_TEXT * 9,
+    ]
+    for text in [*texts[:9], *odd]:
+        raw = text.encode("utf-8")
+        whole, _ = codec.encode_batch([raw])
+        parts = list(codec.encode_long(raw))
+        assert np.concatenate([whole[:0], *parts]).tolist() == whole.tolist()
+        if text in texts and len(raw) > 5 * size + 200:
+            assert len(parts) > 3, "real text has places to cut it"
+
+
+def test_a_text_is_cut_in_no_piece(codec: Codec) -> None:
+    model = ModelFile.parse((codec.folder / codec_module.MODEL_FILE).read_bytes())
+    joined = codec_module._joined_characters((codec.folder / codec_module.MODEL_FILE).read_bytes())
+    assert joined is not None
+    piece = max((piece for piece, kind in zip(model.pieces, model.types, strict=True) if kind == 1), key=len)
+    assert len(piece) > 3
+    assert all(piece.replace("\u2581", " ")[place : place + 2] in joined for place in range(len(piece) - 1))
+    stop = codec._cut((piece + "\n" + piece).encode(), 1)
+    assert stop in (len(piece.encode()), len(piece.encode()) + 1, len((piece + "\n" + piece).encode()))
+
+
+def test_what_depends_on_more_than_its_pieces_is_not_cut(
+    codec: Codec, unigram_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec_module, "BATCH_BYTES", 10)
+    text = b"some words of text " * 20
+    unigram = Codec.load(unigram_folder)
+    (ids,) = unigram.encode_long(text)
+    assert ids.tolist() == unigram.encode_batch([text])[0].tolist()
+    model = ModelFile.parse((codec.folder / codec_module.MODEL_FILE).read_bytes())
+    for change in ({"add_dummy_prefix": True}, {"byte_fallback": False}):
+        other = dataclasses.replace(model, **change)
+        monkeypatch.setattr(codec_module.ModelFile, "parse", lambda _, other=other: other)
+        assert codec_module._joined_characters.__wrapped__(b"") is None

@@ -64,15 +64,25 @@ def test_rows_that_stop_leave_the_others_alone(tiny: Transformer) -> None:
     assert generate(tiny, RAGGED, 20, temperature=1.0, seed=5, stop_id=stop_id) == cut
 
 
-def test_it_goes_no_further_than_the_last_row_that_has_not_stopped(
-    tiny: Transformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free = generate(tiny, [PROMPT], 20, temperature=0.0)[0]
-    stop_id = free[5]
+def test_it_goes_on_until_the_last_row_has_stopped(tiny: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stops(seed: int) -> dict[int, list[int]]:
+        """Ids that every row draws, and when, but never all rows at once."""
+        free = generate(tiny, RAGGED, 20, temperature=1.0, seed=seed)
+        at_once = {one for one, *others in zip(*free, strict=True) if set(others) == {one}}
+        return {one: [ids.index(one) for ids in free] for one in set.intersection(*map(set, free)) - at_once}
+
+    seed = next(seed for seed in range(1000) if stops(seed))
+    stop_id, lengths = stops(seed).popitem()
     passes, original = [], Transformer.hidden
     monkeypatch.setattr(Transformer, "hidden", lambda *args: passes.append(1) or original(*args))
-    assert generate(tiny, [PROMPT], 20, temperature=0.0, stop_id=stop_id) == [free[: free.index(stop_id)]]
-    assert len(passes) == 1 + free.index(stop_id)
+    produced = generate(tiny, RAGGED, 20, temperature=1.0, seed=seed, stop_id=stop_id)
+    assert [len(ids) for ids in produced] == lengths
+    assert len(passes) == 1 + max(lengths)
+
+
+def test_ids_that_are_not_known_are_never_drawn(tiny: Transformer) -> None:
+    for temperature in (0.0, 3.0):
+        assert max(map(max, generate(tiny, RAGGED, 28, temperature=temperature, known_ids=60))) < 60
 
 
 def test_the_seed_decides(tiny: Transformer) -> None:

@@ -158,7 +158,7 @@ class TokenStream:
         """The open file of a shard; call with the lock held."""
         descriptor = self._files.get(number)
         if descriptor is None:
-            while len(self._files) >= _most_open():
+            while len(self._files) >= open_files_allowed(_OPEN_FILES, 4 * len(_ALIVE)):
                 os.close(self._files.popitem(last=False)[1])
             descriptor = self._files[number] = os.open(self.split.shards[number].bin_path, os.O_RDONLY)
         elif len(self._files) < len(self.split.shards):
@@ -175,10 +175,10 @@ class TokenStream:
             return self._ends[number]
 
 
-def _most_open() -> int:
-    """How many files one stream may have open now."""
+def open_files_allowed(most: int, part: int) -> int:
+    """One `part`-th of the files that this process may open, but at most `most` and at least one."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, min(_OPEN_FILES, allowed // 4 // len(_ALIVE))) if allowed > 0 else _OPEN_FILES
+    return max(1, min(most, allowed // part)) if allowed != resource.RLIM_INFINITY else most
 
 
 def _fetch_ahead(descriptor: int, start: int, size: int) -> None:

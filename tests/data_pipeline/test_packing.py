@@ -440,6 +440,19 @@ def test_a_plan_cut_while_in_use_surfaces(copied: Collection) -> None:
         plan.row("lines", rows - 1)
 
 
+def test_a_plan_of_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = {f"s{number}": random_shards(number, 16, shards=1, documents=9) for number in range(7)}
+    plan, _ = make_plan(collection_of(tmp_path, sources), 16)
+    places = [(name, row) for row in range(5) for name in plan.sources]
+    whole = [plan.row(*place) for place in places]
+    assert len(plan._files) == 14
+    plan.close()
+    monkeypatch.setattr("data_pipeline.packing_plan.open_files_allowed", lambda most, part: 3)
+    for place, pieces in zip(places, whole, strict=True):
+        assert plan.row(*place) == pieces
+        assert len(plan._files) <= 3
+
+
 def test_the_wrong_plan_is_refused_with_the_command(copied: Collection) -> None:
     command = f"make it with `python -m data_pipeline pack {copied.path} --seq-len 64`"
     with pytest.raises(DataFormatError, match="no best_fit plan for rows of 64 tokens") as caught:

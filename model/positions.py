@@ -9,6 +9,7 @@ Suffixes: b batch, t positions, h heads, d the head's dimensions (the tables hol
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,13 +40,40 @@ def rotate(x_bhtd: Tensor, cos_td: Tensor, sin_td: Tensor, layout: str = "rotate
 
     Half-precision x meets the fp32 tables in fp32 and is rounded once, at the end.
     """
+    turned_bhtd: Tensor = _Rotation.apply(x_bhtd, cos_td, sin_td, layout)  # type: ignore[no-untyped-call]
+    return turned_bhtd
+
+
+class _Rotation(torch.autograd.Function):
+    """A rotation; backward turns the gradient by the opposite angles, so nothing but the tables is kept for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x_bhtd: Tensor, cos_td: Tensor, sin_td: Tensor, layout: str) -> Tensor:
+        ctx.save_for_backward(cos_td, sin_td)
+        ctx.layout = layout
+        return _turn(x_bhtd, cos_td, sin_td, layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad_bhtd: Tensor) -> tuple[Tensor, None, None, None]:
+        cos_td, sin_td = ctx.saved_tensors
+        return _turn(grad_bhtd, cos_td, -sin_td, ctx.layout), None, None, None
+
+
+def _turn(x_bhtd: Tensor, cos_td: Tensor, sin_td: Tensor, layout: str) -> Tensor:
+    exact_bhtd = x_bhtd.to(torch.promote_types(x_bhtd.dtype, cos_td.dtype))
+    turned_bhtd = torch.empty_like(exact_bhtd)
+    (one, other), (turned_one, turned_other) = _pairs(exact_bhtd, layout), _pairs(turned_bhtd, layout)
+    torch.mul(one, cos_td, out=turned_one).addcmul_(other, sin_td, value=-1)
+    torch.mul(other, cos_td, out=turned_other).addcmul_(one, sin_td)
+    return turned_bhtd.to(x_bhtd.dtype)
+
+
+def _pairs(x_bhtd: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """Views of the first and of the second dimension of every pair."""
     if layout == "interleaved":
-        even, odd = x_bhtd[..., 0::2], x_bhtd[..., 1::2]
-        turned = torch.stack((even * cos_td - odd * sin_td, odd * cos_td + even * sin_td), dim=-1).flatten(-2)
-    else:
-        left, right = x_bhtd.chunk(2, dim=-1)
-        turned = torch.cat((left * cos_td - right * sin_td, right * cos_td + left * sin_td), dim=-1)
-    return turned.to(x_bhtd.dtype)
+        return x_bhtd[..., 0::2], x_bhtd[..., 1::2]
+    half = x_bhtd.shape[-1] // 2
+    return x_bhtd[..., :half], x_bhtd[..., half:]
 
 
 def reorder(weights: Mapping[str, Tensor], head_dim: int, *, have: str, want: str) -> dict[str, Tensor]:

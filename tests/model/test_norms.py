@@ -55,3 +55,31 @@ def statistics_in_bf16(norm: RMSNorm, x: Tensor) -> Tensor:
 def test_statistics_are_fp32_also_after_a_cast_to_bf16() -> None:
     assert rounding_errors(RMSNorm.forward) <= 0.51
     assert rounding_errors(statistics_in_bf16) > 2
+
+
+def test_gradients_are_those_of_the_formula() -> None:
+    x = torch.randn(2, 3, 8, dtype=torch.float64, generator=seeded(0)).requires_grad_()
+    weight = torch.rand(8, dtype=torch.float64, generator=seeded(1)).requires_grad_()
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        norm = RMSNorm(8, eps=1e-3)
+        del norm.weight
+        norm.weight = weight  # type: ignore[assignment]
+        return norm(x)
+
+    assert torch.autograd.gradcheck(normed, (x, weight))
+
+
+def test_gradients_in_bf16_are_rounded_once() -> None:
+    """Half a unit of bf16's last place, of fp32 gradients of the same numbers."""
+    norm = RMSNorm(512, eps=1e-5).bfloat16()
+    x = torch.randn(64, 512, generator=seeded(0)).bfloat16().requires_grad_()
+    upstream = torch.randn(64, 512, generator=seeded(1)).bfloat16()
+    exact, exact_x = RMSNorm(512, eps=1e-5), x.detach().float().requires_grad_()
+    for half, full in zip(
+        torch.autograd.grad(norm(x), (x, norm.weight), upstream),
+        torch.autograd.grad(exact(exact_x), (exact_x, exact.weight), upstream.float()),
+        strict=True,
+    ):
+        assert half.dtype == torch.bfloat16
+        torch.testing.assert_close(half.float(), full, rtol=2**-8, atol=1e-6)

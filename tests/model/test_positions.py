@@ -149,3 +149,10 @@ def test_half_precision_is_rotated_in_fp32() -> None:
 def test_positions_past_the_end_are_refused() -> None:
     with pytest.raises(ValueError, match="position 16 is past the model's seq_len = 16"):
         RotaryEmbedding(64, 16, 10000.0)(10, 7)
+
+
+@pytest.mark.parametrize("layout", ["rotate_half", "interleaved"])
+def test_gradients_are_those_of_a_rotation(layout: str) -> None:
+    x = torch.randn(2, 5, 8, dtype=torch.float64, generator=seeded(0)).requires_grad_()
+    cos_td, sin_td = (table.double() for table in rope_tables(8, 5, 100.0))
+    assert torch.autograd.gradcheck(lambda x: rotate(x, cos_td, sin_td, layout), (x,))

@@ -337,7 +337,7 @@ def trace_command(
         int | None, typer.Option(min=1, help="List the documents that this step read (1 is the first).")
     ] = None,
     doc: Annotated[
-        str | None, typer.Option(metavar="SOURCE:D", help="List the steps that read this document of training text.")
+        str | None, typer.Option(metavar="[SOURCE:]D", help="List the steps that read this document of training text.")
     ] = None,
     steps: Annotated[
         int | None, typer.Option(min=0, help="For --doc: look at so many steps; else at all so far.")
@@ -373,7 +373,9 @@ def trace_command(
         asked: dict[str, Any] = {"step": step, "reached": step <= recorded.step}
     else:
         name, colon, number = (doc or "").rpartition(":")
-        if not colon or not (number.isascii() and number.isdecimal()):
+        if not colon and len(order.tokens) == 1:
+            (name,) = order.tokens
+        if not name or not (number.isascii() and number.isdecimal()):
             raise DataFormatError(f"--doc {doc}: say SOURCE:D, such as en:4711 (0 is the first)")
         looked_at = recorded.step if steps is None else steps
         try:
@@ -395,7 +397,7 @@ def trace_command(
         reached = "" if step <= recorded.step else f" (not reached yet: the run is at step {recorded.step:,})"
         print(f"{run}, step {step:,}: samples {(step - 1) * batch:,} to {step * batch - 1:,}{reached}")
     else:
-        print(f"{run}, steps 1 to {asked['steps']:,}: document {doc} was read {len(traced):,} times")
+        print(f"{run}, steps 1 to {asked['steps']:,}: document {name}:{number} was read {len(traced):,} times")
     for one in traced:
         print_traced(one, batch, with_text=not no_text)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import pytest
 
 from data_pipeline.loader import Loader
 from data_pipeline.order import SampleOrder, Stage
+from data_pipeline.prepare import prepare
 from data_pipeline.recorded_run import read_run
 from data_pipeline.shards import Collection, DataFormatError
 from data_pipeline.stream import TokenStream
@@ -190,6 +192,22 @@ def test_steps_still_to_come_can_be_asked_for(made: MadeRun, run_command: Callab
     assert counts[200] > counts[STEPS]
     _, out, _ = run_command("trace", made.path, "--doc", "files:2", "--steps", 200, "--no-files", "--no-text")
     assert out.startswith(f"{made.path}, steps 1 to 200: document files:2 was read {counts[200]} times\n")
+
+
+def test_the_only_source_needs_no_name(
+    tmp_path: Path, small: SmallCollection, tokenizer_folder: Path, run_command: Callable
+) -> None:
+    made = prepare({"only": [small.inputs / "a.jsonl"]}, tokenizer_folder, tmp_path / "data").collection
+    (tmp_path / "run").mkdir()
+    without_stages = re.sub(r"\[\[data.stages\]\].*(?=\[batch\])", "", RECIPE, flags=re.DOTALL)
+    (tmp_path / "run" / "recipe.toml").write_text(without_stages.format(path=made.path))
+    asked = ("--steps", 200, "--no-files", "--no-text")
+    told = [run_command("trace", tmp_path / "run", "--doc", doc, *asked) for doc in ("2", "only:2")]
+    assert told[0] == told[1]
+    assert "document only:2 was read" in told[0][1]
+    for doc in (":2", "2:", "only", "-2"):
+        code, _, err = run_command("trace", tmp_path / "run", f"--doc={doc}", *asked)
+        assert (code, "say SOURCE:D" in err) == (2, True)
 
 
 # ---------------------------------------------------------------- verify --epoch --run

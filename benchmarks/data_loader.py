@@ -44,7 +44,7 @@ def add_options(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--loader-megabytes", type=float, default=400, help="of tokens, twice (default 400)")
     parser.add_argument("--batches", type=int, default=1000, help="warm micro-batches in one repetition (default 1000)")
     parser.add_argument("--cold-batches", type=int, default=250, help="cold ones in one repetition (default 250)")
-    parser.add_argument("--steps", type=int, default=5, help="training steps (default 5)")
+    parser.add_argument("--steps", type=int, default=3, help="training steps (default 3)")
     parser.add_argument("--preset", default="mini", help="what is trained in them (default mini)")
 
 

@@ -39,8 +39,8 @@ class ModelConfig:
     """The sizes of one decoder.
 
     `seq_len` is the training window and the last position the RoPE tables know. `rope_layout` names which
-    dimensions RoPE pairs: "rotate_half" pairs i with i + head_dim/2 (Hugging Face), "interleaved" 2i with 2i + 1 (Meta).
-    It travels with the weights, since weights read in another layout give no error, only nonsense.
+    dimensions RoPE pairs: "rotate_half" i with i + head_dim/2 (Hugging Face), "interleaved" 2i with 2i + 1 (Meta). It
+    travels with the weights, since weights read in another layout give no error, only nonsense.
     """
 
     vocab_size: int

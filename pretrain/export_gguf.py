@@ -62,6 +62,8 @@ def export_gguf(checkpoint: Path, out: Path, *, dtype: str | None, overwrite: bo
     model = ModelFile.parse((codec.folder / MODEL_FILE).read_bytes())
     if reason := why_not(model):
         raise CheckpointError(f"{codec.folder}: llama.cpp would give other ids: {reason}")
+    for name in {"embed_tokens.weight", "lm_head.weight"} & weights.keys():
+        weights[name] = weights[name][: codec.vocab_size]
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(out)
     try:
@@ -114,7 +116,7 @@ def _write(path: Path, config: ModelConfig, weights: Mapping[str, Tensor], codec
     writer.add_add_bos_token(True)
     writer.add_add_eos_token(False)
     writer.add_add_space_prefix(False)
-    for name, values, kind in _tensors(config, weights, codec.vocab_size):
+    for name, values, kind in _tensors(config, weights):
         writer.add_tensor(name, values, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -123,7 +125,7 @@ def _write(path: Path, config: ModelConfig, weights: Mapping[str, Tensor], codec
 
 
 def _tensors(
-    config: ModelConfig, weights: Mapping[str, Tensor], vocab_size: int
+    config: ModelConfig, weights: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, npt.NDArray[np.generic], gguf.GGMLQuantizationType | None]]:
     """llama.cpp's name of each tensor, its values, and their type where numpy has none: bf16 comes as bytes.
 
@@ -135,8 +137,6 @@ def _tensors(
         if inner.startswith("layers."):
             _, layer, inner = inner.split(".", 2)
             prefix = f"blk.{layer}."
-        if inner in ("embed_tokens", "lm_head"):
-            weight = weight[:vocab_size]
         theirs = f"{prefix}{_NAMES[inner]}.weight"
         if weight.dim() == 1:
             yield theirs, weight.float().numpy(), None

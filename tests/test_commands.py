@@ -269,6 +269,8 @@ def test_every_report_is_strict_json(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "all" in report("pretrain", "evaluate", run, "--json")
     assert report("pretrain", "generate", run, "--prompt", "道", "--max-new-tokens", 2, "--json")["prompt"] == "道"
+    assert "model.safetensors" in report("pretrain", "export", run, "--out", tmp_path / "hf", "--json")["files"]
+    assert report("pretrain", "import", tmp_path / "hf", "--out", tmp_path / "back", "--json")["model"]["seq_len"] == 64
     for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         strictly(line)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -47,7 +48,7 @@ def run_units(job: Job, units: Sequence[Unit], workers: int, counters: Counters)
     if workers <= 1:
         _run(job, units, counters, codec)
         return
-    arguments = (job, units, counters, os.getpid())
+    arguments = (job, units, counters, os.getpid(), pickle.dumps(codec))
     context = multiprocessing.get_context("spawn")  # not fork: no lock and no thread of ours may leak into a worker
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=arguments)
     try:
@@ -108,14 +109,15 @@ def _tokenize(job: Job, units: Iterator[Unit], counters: Counters, codec: Codec)
 _worker: tuple[Job, Sequence[Unit], Counters, Codec] | None = None
 
 
-def _start_worker(job: Job, units: Sequence[Unit], counters: Counters, parent: int) -> None:
+def _start_worker(job: Job, units: Sequence[Unit], counters: Counters, parent: int, codec: bytes) -> None:
+    """`codec`: pickled, so that its self-test, a third of a start, is not made again."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and tells us to stop
     hold_as_worker(job.place, job.span)
     if os.getppid() != parent:
         os._exit(1)
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
-    _worker = job, units, counters, Codec.load(job.tokenizer)
+    _worker = job, units, counters, pickle.loads(codec)
 
 
 def _end_with_parent(parent: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import resource
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 from data_pipeline.card import make_card, render_card
 from data_pipeline.coverage import prove_coverage, samples_of_an_epoch
 from data_pipeline.loader import IGNORED_TARGET, Loader
+from data_pipeline.open_files import _READ_LAST
 from data_pipeline.order import PlannedRows, SampleOrder, Stage, difference
 from data_pipeline.packing import PackingFigures, best_fit_moves, measure_packing, number_documents, pack_best_fit
 from data_pipeline.packing_plan import PackingPlan, make_plan, open_plan, packing_figures, plan_folder, read_order
@@ -444,13 +446,19 @@ def test_a_plan_of_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pyte
     sources = {f"s{number}": random_shards(number, 16, shards=1, documents=9) for number in range(7)}
     plan, _ = make_plan(collection_of(tmp_path, sources), 16)
     places = [(name, row) for row in range(5) for name in plan.sources]
+
+    def files_open() -> int:
+        opened = [entry.readlink() for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+        return sum(path.is_relative_to(plan.folder) for path in opened)
+
     whole = [plan.row(*place) for place in places]
-    assert len(plan._files) == 14
+    assert files_open() == 14
     plan.close()
-    monkeypatch.setattr("data_pipeline.packing_plan.open_files_allowed", lambda most, part: 3)
+    assert files_open() == 0
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (6, 6))
     for place, pieces in zip(places, whole, strict=True):
         assert plan.row(*place) == pieces
-        assert len(plan._files) <= 3
+        assert 1 <= files_open() <= 3
 
 
 def test_the_wrong_plan_is_refused_with_the_command(copied: Collection) -> None:

@@ -15,7 +15,6 @@ import pytest
 from data_pipeline.card import make_card, render_card
 from data_pipeline.coverage import prove_coverage, samples_of_an_epoch
 from data_pipeline.loader import IGNORED_TARGET, Loader
-from data_pipeline.open_files import _READ_LAST
 from data_pipeline.order import PlannedRows, SampleOrder, Stage, difference
 from data_pipeline.packing import PackingFigures, best_fit_moves, measure_packing, number_documents, pack_best_fit
 from data_pipeline.packing_plan import PackingPlan, make_plan, open_plan, packing_figures, plan_folder, read_order

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import shutil
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +24,7 @@ import numpy.typing as npt
 import orjson
 
 from data_pipeline.durable import sync_folder, telling_full_disk, write_file
+from data_pipeline.open_files import OpenFiles
 from data_pipeline.order import PackingMode, PlannedRows, SampleOrder, Stage
 from data_pipeline.packing import PackedRows, PackingFigures, measure_packing, pack_best_fit
 from data_pipeline.shards import (
@@ -36,29 +35,24 @@ from data_pipeline.shards import (
     read_manifest,
     render_manifest,
 )
-from data_pipeline.stream import open_files_allowed
 
 PACKING_FORMAT = "zerohalf-packing"
 PACKING_FOLDER = "_packing"
 _PIECE = np.dtype([("start", "<u8"), ("size", "<u4")])
 _ROW_BYTES = 8
 _SCANNED_AT_ONCE = 1 << 20
-_OPEN_FILES = 64
 
 Int64Array = npt.NDArray[np.int64]
 
 
 class PackingPlan:
-    """An open plan. Files are read where a row is asked for, so memory does not grow with the data.
-
-    A sixteenth of the files that the process may open are open at a time, whatever the number of sources.
-    """
+    """An open plan. Files are read where a row is asked for, so memory does not grow with the data."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder = folder
         self.seq_len: int = manifest["seq_len"]
         self.sources: dict[str, dict[str, Any]] = dict(sorted(manifest["sources"].items()))
-        self._files: OrderedDict[str, int] = OrderedDict()
+        self._files = OpenFiles()
 
     @property
     def planned(self) -> PlannedRows:
@@ -120,8 +114,7 @@ class PackingPlan:
 
     def close(self) -> None:
         """Close all files; they are opened again when a row is asked for."""
-        while self._files:
-            os.close(self._files.popitem()[1])
+        self._files.close()
 
     def __del__(self) -> None:
         self.close()
@@ -139,12 +132,7 @@ class PackingPlan:
             yield first, np.frombuffer(raw, _PIECE)
 
     def _read(self, file: str, offset: int, size: int) -> bytes:
-        if file not in self._files:
-            while len(self._files) >= open_files_allowed(_OPEN_FILES, 16):
-                os.close(self._files.popitem(last=False)[1])
-            self._files[file] = os.open(self.folder / file, os.O_RDONLY)
-        self._files.move_to_end(file)
-        raw = os.pread(self._files[file], size, offset)
+        raw = self._files.get(str(self.folder / file)).read(size, offset)
         if len(raw) != size:
             raise DataFormatError(f"{self.folder / file}: cut since it was opened: {len(raw)} of {size} bytes read")
         return raw

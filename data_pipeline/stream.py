@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import threading
-import weakref
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -19,20 +17,20 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from data_pipeline.open_files import OpenFiles
 from data_pipeline.shards import HEADER_BYTES, DataFormatError, Split, read_index
 
 Int64Array = npt.NDArray[np.int64]
 Tokens: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
-_OPEN_FILES = 64
-_ALIVE: weakref.WeakSet[TokenStream] = weakref.WeakSet()
+_INDEXES_KEPT = 64
 
 
 class TokenStream:
     """A split as one row of tokens, over the ends of shards and documents. Safe to use from several threads.
 
-    At most 64 files are open at a time, and of all streams together a quarter of what the process may open, whatever
-    the number of shards; an index is read when it is first asked for.
+    Files are opened when they are read, and few are open at a time, see `open_files`; an index is read when it is first
+    asked for.
     """
 
     def __init__(self, split: Split) -> None:
@@ -43,10 +41,10 @@ class TokenStream:
         self._first_documents = _running_sum([shard.documents for shard in split.shards])
         self._width = split.shards[0].token_bytes if split.shards else 2
         self.dtype = np.dtype(f"<u{self._width}")
-        self._files: OrderedDict[int, int] = OrderedDict()
+        self._paths = [str(shard.bin_path) for shard in split.shards]
+        self._files = OpenFiles()
         self._ends: OrderedDict[int, Int64Array] = OrderedDict()
         self._lock = threading.Lock()
-        _ALIVE.add(self)
         self._without_waiting = getattr(os, "RWF_NOWAIT", 0)  # 0: this system cannot
 
     def read(self, start: int, stop: int) -> Tokens:
@@ -64,8 +62,7 @@ class TokenStream:
         filled = 0
         for number, low, high in self._parts(start, start + len(row)):
             part = row[filled : filled + high - low]
-            with self._lock:
-                size = os.preadv(self._descriptor(number), [part.data], HEADER_BYTES + low * self._width)
+            size = self._files.get(self._paths[number]).read_into(part.data, HEADER_BYTES + low * self._width)
             if size != part.nbytes:
                 path = self.split.shards[number].bin_path
                 raise DataFormatError(f"{path}: cut since it was opened: {size} of {part.nbytes} bytes read")
@@ -76,11 +73,10 @@ class TokenStream:
         parts = self._parts(start, start + len(row))
         if len(parts) == 1 and self._without_waiting:
             ((number, low, _),) = parts
+            file, offset = self._files.get(self._paths[number]), HEADER_BYTES + low * self._width
             try:
-                with self._lock:
-                    descriptor, offset = self._descriptor(number), HEADER_BYTES + low * self._width
-                    if os.preadv(descriptor, [row.data], offset, self._without_waiting) == row.nbytes:
-                        return True
+                if file.read_into(row.data, offset, self._without_waiting) == row.nbytes:
+                    return True
             except BlockingIOError:
                 pass  # it lies on disk alone
             except OSError as error:
@@ -94,8 +90,7 @@ class TokenStream:
         """Ask the system to fetch this range from disk in the background, where it knows how."""
         width = self._width
         for number, low, high in self._parts(start, stop):
-            with self._lock:
-                _fetch_ahead(self._descriptor(number), HEADER_BYTES + low * width, (high - low) * width)
+            self._files.get(self._paths[number]).will_need((high - low) * width, HEADER_BYTES + low * width)
 
     def document_ends(self, start: int, stop: int) -> Int64Array:
         """The positions e, start < e <= stop, one past an EOS: ascending int64, counted over the whole stream."""
@@ -125,9 +120,8 @@ class TokenStream:
 
     def close(self) -> None:
         """Close all files; the stream opens them again when it is read again."""
+        self._files.close()
         with self._lock:
-            while self._files:
-                os.close(self._files.popitem()[1])
             self._ends.clear()
 
     def __del__(self) -> None:
@@ -154,36 +148,14 @@ class TokenStream:
             start, number = end, number + 1
         return parts
 
-    def _descriptor(self, number: int) -> int:
-        """The open file of a shard; call with the lock held."""
-        descriptor = self._files.get(number)
-        if descriptor is None:
-            while len(self._files) >= open_files_allowed(_OPEN_FILES, 4 * len(_ALIVE)):
-                os.close(self._files.popitem(last=False)[1])
-            descriptor = self._files[number] = os.open(self.split.shards[number].bin_path, os.O_RDONLY)
-        elif len(self._files) < len(self.split.shards):
-            self._files.move_to_end(number)
-        return descriptor
-
     def _shard_ends(self, number: int) -> Int64Array:
         with self._lock:
             if number not in self._ends:
-                while len(self._ends) >= _OPEN_FILES:
+                while len(self._ends) >= _INDEXES_KEPT:
                     self._ends.popitem(last=False)
                 self._ends[number] = read_index(self.split.shards[number].idx_path)[0]
             self._ends.move_to_end(number)
             return self._ends[number]
-
-
-def open_files_allowed(most: int, part: int) -> int:
-    """One `part`-th of the files that this process may open, but at most `most` and at least one."""
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, min(most, allowed // part)) if allowed != resource.RLIM_INFINITY else most
-
-
-def _fetch_ahead(descriptor: int, start: int, size: int) -> None:
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_WILLNEED)
 
 
 def _running_sum(counts: list[int]) -> list[int]:

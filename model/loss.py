@@ -132,7 +132,7 @@ def _chunk(
     With p = softmax(logits): the gradient of cross-entropy is p - 1 at the target and p elsewhere, that of log Z is p.
     """
     counts_c1 = (targets_c != IGNORED)[:, None].float()
-    target_c1 = targets_c.clamp(min=0)[:, None]
+    target_c1 = targets_c.masked_fill(targets_c == IGNORED, 0)[:, None]
     logits_cv = hidden_cd @ weight_vd.T
     log_p_cv = F.log_softmax(logits_cv, dim=-1, dtype=torch.float32)
     target_log_p_c1 = log_p_cv.gather(1, target_c1)

@@ -129,6 +129,14 @@ def test_nothing_to_predict_is_a_zero_sum_of_zero_tokens(tiny: Transformer) -> N
     assert all(not parameter.grad.any() for parameter in tiny.parameters())
 
 
+@pytest.mark.parametrize("target", [-1, 30])
+def test_a_target_that_is_no_id_is_an_error(target: int) -> None:
+    hidden_nd, weight_vd, targets_n = case(20, 8, 30)
+    targets_n[3] = target
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        chunked(hidden_nd, weight_vd, targets_n, 7)
+
+
 # ---------------------------------------------------------------- in half precision
 
 

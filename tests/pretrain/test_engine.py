@@ -75,8 +75,9 @@ def micro_batches(config: RunConfig, ranks: Ranks, *, ignored: bool = False) -> 
 
 def build(ranks: Ranks, config: RunConfig, stage: int) -> TrainingEngine:
     zero: dict[str, Any] = {"stage": stage}
-    if stage == 3:
-        zero["stage3_param_persistence_threshold"] = 0  # a model this small would stay whole on every rank
+    if stage == 3:  # a model this small would be gathered once and stay whole on every rank
+        kept = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
+        zero.update({f"stage3_{name}": 0 for name in kept})
     resolved = resolve({"zero_optimization": zero}, config, ranks.world_size)
     return TrainingEngine(build_model(config), config, resolved, ranks, torch.device("cpu"))
 

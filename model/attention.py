@@ -88,13 +88,13 @@ class KVCache:
             raise ValueError(f"{stop} tokens do not fit a KV cache of {self.max_tokens}: allocate it larger")
         keys_bhjk, values_bhjk = self.keys[layer], self.values[layer]
         if self.is_even:
-            keys_bhjk[:, :, start:stop] = k_bhtk
-            values_bhjk[:, :, start:stop] = v_bhtk
+            keys_bhjk.narrow(2, start, tokens).copy_(k_bhtk)
+            values_bhjk.narrow(2, start, tokens).copy_(v_bhtk)
         else:
             positions_bt = self.positions(tokens)
             keys_bhjk[self._rows_b1, :, positions_bt] = k_bhtk.transpose(1, 2)
             values_bhjk[self._rows_b1, :, positions_bt] = v_bhtk.transpose(1, 2)
-        return keys_bhjk[:, :, :stop], values_bhjk[:, :, :stop]
+        return keys_bhjk.narrow(2, 0, stop), values_bhjk.narrow(2, 0, stop)
 
     def advance(self, tokens: int) -> None:
         """Count `tokens` more in every row, once every layer has appended them."""
@@ -140,10 +140,12 @@ class Attention(nn.Module):
         cache: KVCache | None = None,
         mask: Mask | None = None,
     ) -> Tensor:
-        q_bhtk = rotate(self._heads(self.q_proj(x_btd)), *rotation, self.rope_layout)
-        k_bhtk = rotate(self._heads(self.k_proj(x_btd)), *rotation, self.rope_layout)
-        v_bhtk = self._heads(self.v_proj(x_btd))
-        if cache is not None:
+        q_bhtk, k_bhtk, v_bhtk = (self._heads(project(x_btd)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if cache is None:
+            q_bhtk, k_bhtk = (rotate(heads_bhtk, *rotation, self.rope_layout) for heads_bhtk in (q_bhtk, k_bhtk))
+        else:  # both at once: what a single token costs is the number of calls
+            heads_bhtk = rotate(torch.cat((q_bhtk, k_bhtk), dim=1), *rotation, self.rope_layout)
+            q_bhtk, k_bhtk = torch.split(heads_bhtk, [q_bhtk.shape[1], k_bhtk.shape[1]], dim=1)
             k_bhtk, v_bhtk = cache.append(self.layer, k_bhtk, v_bhtk)
         out_bhtk = attend(q_bhtk, k_bhtk, v_bhtk, mask, grouped=self.grouped)
         out_btd: Tensor = self.o_proj(out_bhtk.transpose(1, 2).flatten(2))

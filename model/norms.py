@@ -20,7 +20,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        if x_btd.device.type == "cpu":
+        if x_btd.device.type == "cpu" and torch.is_grad_enabled():  # else its calls cost more than they save
             normed_btd: Tensor = _RMSNormOnCPU.apply(x_btd, self.weight, self.eps)  # type: ignore[no-untyped-call]
             return normed_btd
         return F.rms_norm(x_btd, self.weight.shape, self.weight, self.eps)

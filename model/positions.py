@@ -40,6 +40,8 @@ def rotate(x_bhtd: Tensor, cos_td: Tensor, sin_td: Tensor, layout: str = "rotate
 
     Half-precision x meets the fp32 tables in fp32 and is rounded once, at the end.
     """
+    if not torch.is_grad_enabled():  # a Function of our own takes longer to call than a single token to compute
+        return _turn(x_bhtd, cos_td, sin_td, layout)
     turned_bhtd: Tensor = _Rotation.apply(x_bhtd, cos_td, sin_td, layout)  # type: ignore[no-untyped-call]
     return turned_bhtd
 

@@ -309,7 +309,7 @@ class TrainingEngine:
     def forward(
         self, inputs: NDArray[np.int64], targets: NDArray[np.int64], documents: NDArray[np.int64] | None = None
     ) -> LossSum:
-        """Loss sum (nats, fp32) and token count of a micro-batch, each array (micro_batch_size, seq_len).
+        """Loss sums (nats, fp32) and token count of a micro-batch, each array (micro_batch_size, seq_len).
 
         Where `documents` numbers them, attention and positions stay within documents.
         """

@@ -25,6 +25,7 @@ from pretrain.export import Report, load_for_export, report
 from pretrain.run_directory import CheckpointError
 from tokenizer.codec import MODEL_FILE, Codec
 from tokenizer.export import why_not
+from tokenizer.folder import refuse_unwritable
 from tokenizer.model_file import ModelFile
 
 LAYOUT = "interleaved"
@@ -57,6 +58,7 @@ def export_gguf(checkpoint: Path, out: Path, *, dtype: str | None, overwrite: bo
     Raises CheckpointError or TokenizerError: a checkpoint that is damaged, a tokenizer that llama.cpp would read
     otherwise, an `out` that is occupied.
     """
+    refuse_unwritable(out)
     _refuse_occupied(out, overwrite=overwrite)
     config, weights, codec = load_for_export(checkpoint, dtype)
     model = ModelFile.parse((codec.folder / MODEL_FILE).read_bytes())
@@ -64,13 +66,16 @@ def export_gguf(checkpoint: Path, out: Path, *, dtype: str | None, overwrite: bo
         raise CheckpointError(f"{codec.folder}: llama.cpp would give other ids: {reason}")
     for name in {"embed_tokens.weight", "lm_head.weight"} & weights.keys():
         weights[name] = weights[name][: codec.vocab_size]
-    out.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(out)
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         _write(temporary, config, weights, codec, model)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         publish(temporary, out)
+    except OSError as error:  # numpy writes the tensors, and says of a full disk how many values went on it
+        reason = error.strerror or f"{error}; is the disk full?"
+        raise CheckpointError(f"{out}: can't be written ({reason}); choose another --out") from error
     finally:
         temporary.unlink(missing_ok=True)
     return report(out, [out], weights, codec.vocab_size, codec)

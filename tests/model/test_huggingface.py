@@ -83,8 +83,8 @@ def test_a_config_survives_both_ways(tiny_config: ModelConfig) -> None:
         by_transformers = LlamaConfig(**table).to_dict()
         assert from_config(by_transformers) == config
         assert by_transformers["dtype"] == "bfloat16"
-        unknown = set(table) - set(by_transformers) - {"torch_dtype", "rope_theta"}  # as transformers 4 spells them
-        assert not unknown
+        of_transformers_4 = {"torch_dtype", "rope_theta"}
+        assert set(table) - set(LlamaConfig().to_dict()) <= of_transformers_4
 
 
 @pytest.mark.filterwarnings("ignore:head_dim = 8")
@@ -96,10 +96,11 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(tiny_config: ModelC
     assert (config.n_kv_heads, config.head_dim, config.tied, config.rope_base) == (4, 8, False, 10000.0)
 
 
-def test_transformers_4_spells_rope_otherwise(tiny_config: ModelConfig) -> None:
+def test_transformers_4_spells_rope_otherwise_than_5(tiny_config: ModelConfig) -> None:
     table = to_config(tiny_config, torch.float32)
-    del table["rope_parameters"]
+    del table["rope_parameters"], table["rope_theta"]
     assert from_config({**table, "rope_theta": 5e5, "rope_scaling": None}).rope_base == 5e5
+    assert from_config({**table, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}).rope_base == 5e5
 
 
 @pytest.mark.parametrize(

@@ -264,10 +264,10 @@ def test_training_goes_on_from_their_weights(tiny_recipe: Tables, tokenizer: Pat
     assert environment["attempts"][0]["initial_weights"] == str(imported)
 
     shutil.rmtree(imported)  # a run that resumes has weights of its own
-    tables["schedule"] = {**tables["schedule"], "max_steps": 6}
+    tables["schedule"] = {**tables["schedule"], "max_steps": 4}
     assert run_ranks(2, train_case, tables, tmp_path / "run") == ["finished", "finished"]
     losses = [record["loss"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
-    assert len(losses) == 6
+    assert len(losses) == 4
     assert losses[-1] < losses[0] - 0.1
     export_hf(tmp_path / "run", tmp_path / "out", dtype=None, max_shard_bytes=ONE_FILE)
     ours, again = load_model(tmp_path / "run"), opened(tmp_path / "out")
@@ -438,6 +438,13 @@ def test_a_full_disk_leaves_nothing(finished_run: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr("pretrain.export.write_weights", full)
     with pytest.raises(TokenizerError, match=r"x: can't be written \(No space left on device\)"):
         export_hf(finished_run, tmp_path / "x", dtype=None, max_shard_bytes=ONE_FILE)
+
+    def short(self: gguf.GGUFWriter, *arguments: Any, **options: Any) -> None:
+        raise OSError("73728 requested and 71504 written")
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", short)
+    with pytest.raises(CheckpointError, match=r"x: can't be written \(73728 requested.*is the disk full"):
+        export_gguf(finished_run, tmp_path / "x", dtype=None)
     assert list(tmp_path.iterdir()) == []
 
 

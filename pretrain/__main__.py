@@ -211,7 +211,7 @@ def generate(
     top_k: Annotated[int | None, typer.Option(min=1, metavar="N")] = 50,
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, metavar="P")] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, metavar="N", help="Every prompt draws from it: a prompt, a text.")
+        int, typer.Option(min=0, max=2**63 - 1, metavar="N", help="Same prompt, same seed: same text.")
     ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt instead of text.")] = False,
 ) -> None:

@@ -481,6 +481,13 @@ def test_a_run_from_other_weights_is_refused_before_it_begins(
     assert begin({**tables, "model": sizes(seq_len=32)}, runs / "x") == imported
 
 
+def test_a_run_does_not_resume_in_the_other_layout(finished_run: Path, tiny_recipe: Tables, tmp_path: Path) -> None:
+    shutil.copytree(finished_run, tmp_path / "run")
+    tables = quiet(tiny_recipe, schedule={"max_steps": 8}, model={"rope_layout": "interleaved"})
+    with pytest.raises(CheckpointError, match=r"model.rope_layout = rotate_half, this run has interleaved"):
+        begin(tables, tmp_path / "run")
+
+
 def test_a_run_may_start_from_the_newest_weights_of_another(
     finished_run: Path, tiny_recipe: Tables, tmp_path: Path
 ) -> None:

@@ -64,6 +64,8 @@ def verify(
     """
     config = load(target)
     _refuse_too_large(config)
+    if config.seq_len == 1:
+        raise ModelConfigError("seq_len = 1 leaves no later token whose influence could be checked: verify 2 or more")
     from model.verify import CHECK_NAMES
     from model.verify import verify as run_checks
 

@@ -67,6 +67,14 @@ def test_a_model_larger_than_the_memory_is_refused(tmp_path: Path) -> None:
     assert "GB in fp32 and this machine has" in outcome.stderr
 
 
+def test_a_window_of_one_token_cannot_be_verified(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[model]\npreset = "mini"\nn_layers = 1\nseq_len = 1\n', encoding="utf-8")
+    outcome = run("verify", str(recipe))
+    assert (outcome.returncode, outcome.stderr.count("\n")) == (2, 1)
+    assert "seq_len = 1" in outcome.stderr
+
+
 @pytest.mark.parametrize(
     "text, words",
     [

@@ -1,15 +1,16 @@
 """The loss in chunks beside the plain one: the memory of the process, and the time of a training step.
 
-    python benchmarks/loss.py [--pairs 7] [--layers 2] [--tokens 2048] [--chunk-tokens 1024]
+    python benchmarks/loss.py [--pairs 5] [--layers 1] [--sequences 2] [--chunk-tokens 2048]
 
 Plain is what one writes first: all logits, cast to fp32, and torch's cross_entropy.
 
 Memory: forward and backward of head and loss at 8 × 2048 tokens and 32,000 ids, of a width at which the logits are
 nearly all there is; what the process holds at most beyond what it held before, each kind in a process of its own.
 Plain needs some 6.5 GB. Time: a step, forward and backward, of a model with the widths and the vocabulary of `0.5b` and
-a few of its blocks, so that the head's part of the work is several times what it is there; the two kinds take turns in
+one of its blocks, so that the head's part of the work is several times what it is there; the two kinds take turns in
 one process, and the ratio is the median of the pairs' ratios. The losses and the norms of the gradients must agree, or
-nothing is printed. Freed memory is kept by the process, as in training.
+nothing is printed. Time is the processor's, in one thread, which others on the machine disturb least. Freed memory is
+kept by the process, as in training.
 """
 
 from __future__ import annotations
@@ -69,9 +70,7 @@ def peak_bytes(kind: str, dtype: torch.dtype, chunk_tokens: int) -> int:
 
 def measured_apart(kind: str, options: argparse.Namespace) -> int:
     argv = [sys.executable, __file__, "--one", kind, "--dtype", options.dtype]
-    done = subprocess.run(
-        [*argv, "--memory-chunk-tokens", str(options.memory_chunk_tokens)], capture_output=True, text=True
-    )
+    done = subprocess.run([*argv, "--chunk-tokens", str(options.chunk_tokens)], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"error: {kind} loss: {(done.stderr.splitlines() or ['killed: not enough memory'])[-1]}")
     return int(done.stdout)
@@ -82,7 +81,7 @@ def steps(options: argparse.Namespace) -> dict[str, Callable[[], tuple[float, fl
     config = replace(PRESETS["0.5b"], n_layers=options.layers)
     model = Transformer(config, torch.Generator().manual_seed(0)).to(DTYPES[options.dtype])
     model.loss_chunk_tokens = options.chunk_tokens
-    ids_bt = torch.randint(config.vocab_size, (1, options.tokens + 1))
+    ids_bt = torch.randint(config.vocab_size, (options.sequences, config.seq_len + 1))
     inputs_bt, targets_bt = ids_bt[:, :-1], ids_bt[:, 1:]
     losses: dict[str, Callable[[], Tensor]] = {
         "plain": lambda: plain_loss(model(inputs_bt), targets_bt),
@@ -91,10 +90,10 @@ def steps(options: argparse.Namespace) -> dict[str, Callable[[], tuple[float, fl
 
     def timed(kind: str) -> tuple[float, float, float]:
         model.zero_grad()
-        started = time.perf_counter()
+        started = time.process_time()
         loss = losses[kind]()
         loss.backward()
-        seconds = time.perf_counter() - started
+        seconds = time.process_time() - started
         return seconds, loss.item(), float(torch.nn.utils.get_total_norm([p.grad.float() for p in model.parameters()]))
 
     return {kind: functools.partial(timed, kind) for kind in KINDS}
@@ -102,22 +101,22 @@ def steps(options: argparse.Namespace) -> dict[str, Callable[[], tuple[float, fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--chunk-tokens", type=int, default=1024, help="of the measurement of time")
-    parser.add_argument("--memory-chunk-tokens", type=int, default=2048, help="of the measurement of memory")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--sequences", type=int, default=2)
+    parser.add_argument("--chunk-tokens", type=int, default=2048)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--one", choices=KINDS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(peak_bytes(options.one, DTYPES[options.dtype], options.memory_chunk_tokens))
+        print(peak_bytes(options.one, DTYPES[options.dtype], options.chunk_tokens))
         return
     plain, chunked = (measured_apart(kind, options) for kind in KINDS)
-    print(f"memory, {TOKENS:,} tokens × {VOCAB_SIZE:,} ids, {options.dtype}, {options.memory_chunk_tokens:,} a chunk")
+    print(f"memory, {TOKENS:,} tokens × {VOCAB_SIZE:,} ids, {options.dtype}, {options.chunk_tokens:,} a chunk")
     print(f"  plain {plain / 1e9:.2f} GB, chunked {chunked / 1e9:.2f} GB: {plain / chunked:.1f} × less")
 
     keep_freed_memory()
+    torch.set_num_threads(1)
     kinds = steps(options)
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     _, plain_loss_sum, plain_norm = kinds["plain"]()  # warm-up, and the same numbers
@@ -132,8 +131,8 @@ def main() -> None:
     plain_s, chunked_s = (seconds[kind] for kind in KINDS)
     ratio = statistics.median(ours / theirs for ours, theirs in zip(chunked_s, plain_s, strict=True))
     print(
-        f"step of {options.layers} blocks of 0.5b, {options.tokens:,} tokens, {options.dtype}, "
-        f"{options.chunk_tokens:,} a chunk, {options.pairs} pairs, {torch.get_num_threads()} threads"
+        f"step with {options.layers} of the blocks of 0.5b, {options.sequences} × 2,048 tokens, {options.dtype}, "
+        f"{options.chunk_tokens:,} a chunk, {options.pairs} pairs, seconds of one thread"
     )
     medians = statistics.median(plain_s), statistics.median(chunked_s)
     print(f"  plain {medians[0]:.2f} s, chunked {medians[1]:.2f} s: {ratio:.3f} × as long")

@@ -25,6 +25,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -239,6 +240,8 @@ def refuse_other_run(path: Path, identity: Mapping[str, Any]) -> None:
             key = next(key for key in {**earlier, **value} if earlier.get(key) != value.get(key))
             name, earlier, value = f"{name}.{key}", earlier.get(key), value.get(key)
         remedy = f"start it with --ranks {earlier}" if name == "world_size" else f"resume with the same {name}"
+        if name == "precision.compute":  # "auto" is another one on another device
+            remedy = f'resume with precision.compute = "{earlier}"'
         raise CheckpointError(
             f"{path} was written with {name} = {earlier}, this run has {value}: {remedy}, or choose another --run"
         )
@@ -344,9 +347,10 @@ def fill(model: Transformer, weights: Mapping[str, torch.Tensor], path: Path) ->
         raise CheckpointError(f"{path}/weights.safetensors lacks {sorted(set(missing) - tied)[:3]} of {len(missing)}")
 
 
-def load_model(path: Path) -> Transformer:
-    """The model of a checkpoint (or of a run's newest), in the dtype it was trained to compute in, on the CPU.
+def load_model(path: Path, device: torch.device | None = None) -> Transformer:
+    """The model of a checkpoint (or of a run's newest) on a device, by default the CPU, in the dtype of its training.
 
+    A CPU computes fp16 weights in fp32, with a warning: fp32 holds them exactly, and CPUs have kernels for it.
     Raises CheckpointError where the files are damaged or do not fit each other.
     """
     from model.transformer import Transformer
@@ -354,9 +358,13 @@ def load_model(path: Path) -> Transformer:
     path = find(path)
     verify(path)
     config, weights = load_weights(path)
-    model = Transformer(config).to(next(iter(weights.values())).dtype)
+    dtype = next(iter(weights.values())).dtype
+    if dtype == torch.float16 and (device is None or device.type == "cpu"):
+        warnings.warn(f"{path}: its fp16 weights are computed in fp32 on this CPU", stacklevel=2)
+        dtype = torch.float32
+    model = Transformer(config).to(dtype)
     fill(model, weights, path)
-    return model.eval()
+    return model.to(device).eval()
 
 
 def refuse_other_model(path: Path, config: ModelConfig) -> None:

@@ -56,6 +56,7 @@ Rate = Annotated[float, Field(ge=0.0, le=1e30)]
 PositiveRate = Annotated[float, Field(gt=0.0, le=1e30)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Place = Annotated[str, AfterValidator(_place)]
+Compute = Literal["bf16", "fp16", "fp32"]  # what forward and backward run in
 
 
 class RecipeError(ValueError):
@@ -149,19 +150,40 @@ class OptimizerTable(_Table):
 
 
 class PrecisionTable(_Table):
-    """Of forward and backward; of the master weights and their moments; of the gradients while they are summed."""
+    """Of forward and backward; of the master weights and their moments; of the gradients while they are summed.
 
-    compute: Literal["bf16", "fp32"] = "bf16"
+    "auto" computes in what the device has, see `runtime.compute_of`. fp16 scales the loss, lest small gradients vanish:
+    by 2^initial_scale_power at first, half of it behind an overflow, twice as much behind loss_scale_window updates
+    without one.
+    """
+
+    compute: Literal["bf16", "fp16", "fp32", "auto"] = "bf16"
     master: Literal["fp32", "bf16"] = "fp32"
-    accumulate: Literal["fp32", "bf16"] = "fp32"
+    accumulate: Literal["fp32", "bf16", "fp16"] = "fp32"
+    initial_scale_power: Annotated[int, Field(ge=0, le=32)] = 16
+    loss_scale_window: Size = 1000
+
+    def compute_where(self, auto: Compute) -> Compute:
+        """What is computed in where "auto" stands for `auto`."""
+        return auto if self.compute == "auto" else self.compute
 
     @model_validator(mode="after")
-    def _nothing_below_compute(self) -> PrecisionTable:
-        if self.compute == "fp32" and (self.master, self.accumulate) != ("fp32", "fp32"):
-            raise ValueError(
-                'compute = "fp32" keeps masters and gradients in fp32: set master and accumulate to "fp32"'
-            )
+    def _go_together(self) -> PrecisionTable:
+        reason = None if self.compute == "auto" else mismatch(self.compute, self.master, self.accumulate)
+        if reason is not None:
+            raise ValueError(reason)
         return self
+
+
+def mismatch(compute: Compute, master: str, accumulate: str) -> str | None:
+    """Why these precisions do not go together at any ZeRO stage, with what to change; None where they do."""
+    if compute == "fp32" and (master, accumulate) != ("fp32", "fp32"):
+        return 'compute = "fp32" keeps masters and gradients in fp32: set master and accumulate to "fp32"'
+    if compute == "fp16" and master == "bf16":
+        return 'compute = "fp16" keeps masters in fp32: set master = "fp32"'
+    if accumulate not in (compute, "fp32"):
+        return f'compute = "{compute}" has no {accumulate} gradients to sum: set accumulate to "fp32" or "{compute}"'
+    return None
 
 
 class LossTable(_Table):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.batching import BatchPlan
-from pretrain.config import RecipeError, RunConfig, nearest, show
+from pretrain.config import Compute, RecipeError, RunConfig, mismatch, nearest, show
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,6 +37,11 @@ Kind = type[bool] | tuple[str, ...] | range
 COUNT = range(1, 2**62)
 COUNT_OR_NONE = range(2**62)
 BUCKET = range(1, 2**31)  # elements of a buffer that is allocated whole
+
+# fp16's loss scale. At 1 an overflow is no more the scale's fault. DeepSpeed is told a window that never ends: it would
+# double the scale before it divides the gradient by it, and so halve that update; here it is done behind the update.
+SMALLEST_LOSS_SCALE = 1
+ENDLESS_WINDOW = 2**62
 
 # What the JSON may set beside zero_optimization, as DeepSpeed spells it. Left out on purpose: keys that take a number
 # away from the recipe (below), offloading (the memory plan does not count it), what changes the mathematics behind the
@@ -85,7 +90,7 @@ RECIPE_OWNS: dict[str, str] = {
     "optimizer": "optimizer",
     "scheduler": "schedule",
     "bf16": "precision.compute and precision.master",
-    "fp16": "precision.compute",
+    "fp16": "precision.compute, initial_scale_power and loss_scale_window",
     "torch_autocast": "precision.compute",
     "data_types": "precision.accumulate",
     "activation_checkpointing": "memory.activation_checkpointing",
@@ -93,15 +98,19 @@ RECIPE_OWNS: dict[str, str] = {
 }
 
 
-def refusal(stage: int, compute: str, master: str, accumulate: str) -> str | None:
+def refusal(stage: int, compute: Compute, master: str, accumulate: str) -> str | None:
     """Why DeepSpeed 0.19 cannot hold this combination, with what to change; None when it can.
 
-    The ZeRO-0 ones are refusals of the engine itself; the ZeRO-1 one is worse: it trains, but with other masters.
+    Two ZeRO-0 ones are refusals of the engine itself. The others are worse, since it would train: at ZeRO-0 in fp16 it
+    divides the gradient by a loss scale that it never multiplied the loss by, at ZeRO-1 it has other masters.
     """
-    if compute == "fp32" and (master, accumulate) != ("fp32", "fp32"):
-        return 'fp32 compute keeps masters and gradients in fp32: set precision.master and accumulate to "fp32"'
+    reason = mismatch(compute, master, accumulate)
+    if reason is not None:
+        return f"precision: {reason}"
     if stage == 0 and master == "bf16":
         return 'ZeRO-0 has no bf16 masters (stages 1, 2, 3 have): set precision.master = "fp32" or raise the stage'
+    if stage == 0 and compute == "fp16":
+        return "ZeRO-0 does not scale the loss in fp16, and small gradients would vanish: raise the stage to 1, 2 or 3"
     if stage == 0 and compute == "bf16" and accumulate == "fp32":
         return (
             "ZeRO-0 cannot accumulate the gradients of a bf16 model in fp32 (DeepSpeed: unsupported mix): "
@@ -158,19 +167,27 @@ def zero_stage(ds_json: Mapping[str, Any]) -> int:
     return stage
 
 
-def resolve(ds_json: dict[str, Any], config: RunConfig, world_size: int) -> dict[str, Any]:
+def resolve(ds_json: dict[str, Any], config: RunConfig, world_size: int, auto: Compute = "bf16") -> dict[str, Any]:
     """What `deepspeed.initialize` will be told: the JSON with every number of the recipe filled in, none left implicit.
 
-    Pure: neither argument is changed. RecipeError: unknown key (nearest named), a value that its key cannot have, a
-    number two files own, a batch that does not divide, or a combination of stage and precision that the engine refuses
-    or silently changes. The optimizer and the schedule are handed over as objects, so they have no section here.
+    A recipe's precision.compute = "auto" stands for `auto`. Pure: neither argument is changed. RecipeError: unknown key
+    (nearest named), a value that its key cannot have, a number two files own, a batch that does not divide, or a
+    combination of stage and precision that the engine refuses or silently changes. The optimizer and the schedule are
+    handed over as objects, so they have no section here.
     """
     _check_json(ds_json)
     stage = zero_stage(ds_json)
     precision = config.precision
-    reason = refusal(stage, precision.compute, precision.master, precision.accumulate)
+    compute = precision.compute_where(auto)
+    reason = refusal(stage, compute, precision.master, precision.accumulate)
     if reason is not None:
-        raise RecipeError(reason)
+        told = "" if precision.compute == compute else f'precision.compute = "auto" means {compute} here: '
+        raise RecipeError(told + reason)
+    if compute == "fp16" and ds_json.get("communication_data_type") == "bf16":
+        raise RecipeError(
+            'DeepSpeed JSON: communication_data_type = "bf16" would cut fp16 gradients to 8 bits: '
+            'write "fp32" there or remove it'
+        )
     batch = BatchPlan.from_config(config, world_size)
 
     resolved: dict[str, Any] = {key: _copy(value) for key, value in ds_json.items() if key not in RECIPE_OWNS}
@@ -181,11 +198,24 @@ def resolve(ds_json: dict[str, Any], config: RunConfig, world_size: int) -> dict
     resolved["gradient_clipping"] = config.optimizer.clipping_norm
     bf16_masters = precision.master == "bf16"
     resolved["bf16"] = {
-        "enabled": precision.compute == "bf16",
+        "enabled": compute == "bf16",
         "bf16_master_weights_and_grads": bf16_masters,
         # fp32 moments beside bf16 masters would need the offloaded CPU optimizer.
         "bf16_optimizer_states": bf16_masters,
     }
+    resolved["fp16"] = {"enabled": False}
+    if compute == "fp16":
+        resolved["fp16"] = {
+            "enabled": True,
+            "auto_cast": False,
+            "loss_scale": 0,  # DeepSpeed's word for a scale that adapts
+            "initial_scale_power": precision.initial_scale_power,
+            "loss_scale_window": ENDLESS_WINDOW,
+            "hysteresis": 1,  # every overflow halves the scale
+            "consecutive_hysteresis": False,
+            "min_loss_scale": SMALLEST_LOSS_SCALE,
+            "fp16_master_weights_and_grads": False,
+        }
     # Absent would mean the model's dtype.
     resolved["data_types"] = {"grad_accum_dtype": precision.accumulate}
     return resolved
@@ -256,6 +286,23 @@ def _copy(value: Any) -> Any:
     return value
 
 
+def refuse_what_the_device_cannot(compute: Compute) -> None:
+    """RecipeError where DeepSpeed's accelerator says that this process's device has no fp16."""
+    if compute != "fp16":
+        return
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.is_fp16_supported():
+        return
+    on_cpu = accelerator.device_name() == "cpu"
+    device, instead = ("this CPU", "bf16") if on_cpu else ("this GPU (compute capability below 7.0)", "fp32")
+    raise RecipeError(
+        f"{device} cannot train in fp16: DeepSpeed finds no arithmetic for it: "
+        f'set precision.compute = "{instead}", or use a GPU that has it'
+    )
+
+
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
     """A process group over the ranks that the launcher's variables describe: NCCL on GPUs, gloo on CPUs."""
@@ -294,8 +341,12 @@ class TrainingEngine:
         self.ranks = ranks
         self.device = device
         self.zero_stage = zero_stage(resolved)
-        self._unpartitioned = self.zero_stage == 0 and config.precision.compute == "fp32"
+        in_fp16, in_bf16 = bool(resolved["fp16"]["enabled"]), bool(resolved["bf16"]["enabled"])
+        self._unpartitioned = self.zero_stage == 0 and not in_fp16 and not in_bf16
         self._measured_norm = 0.0
+        self._loss_scale_window = config.precision.loss_scale_window if in_fp16 else None
+        self.loss_scale: float | None = None
+        self.overflowed = False
         model.to(device)
         # ZeRO-0 in bf16 takes a step on zero gradients to make its state: at rate 0 that decays no weight, and with the
         # state cleared, AdamW's step count begins at 1 (else the first update is a quarter too small).
@@ -305,6 +356,9 @@ class TrainingEngine:
         )
         if self.zero_stage == 0:
             optimizer.state.clear()
+        if in_fp16:
+            # At the smallest scale DeepSpeed would raise a bare Exception; `metrics.Report` says it better.
+            self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
 
     def forward(
         self, inputs: NDArray[np.int64], targets: NDArray[np.int64], documents: NDArray[np.int64] | None = None
@@ -338,21 +392,40 @@ class TrainingEngine:
         self._engine.backward(loss)
 
     def step(self) -> None:
-        """End a micro-step; the last one of an accumulation clips the gradient and updates the weights."""
-        if self._unpartitioned and self._engine.is_gradient_accumulation_boundary():
+        """End a micro-step; the last one of an accumulation clips the gradient and updates the weights.
+
+        Where an element of the gradient is not finite, it leaves them as they are: `overflowed` then says so, and
+        `skipped_steps` counts it. `loss_scale` is the scale of that gradient, None where it has none (bf16, fp32).
+        """
+        updates = self._engine.is_gradient_accumulation_boundary()
+        if self._unpartitioned and updates:
             # DeepSpeed measures no norm here unless it clips; behind the last backward the gradients are reduced.
             import torch
 
             gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
             self._measured_norm = float(torch.nn.utils.get_total_norm(gradients))
+        skipped_before = self.skipped_steps
+        if self._loss_scale_window is not None:
+            self.loss_scale = float(self._engine.optimizer.loss_scaler.cur_scale)
         self._engine.step()
+        if updates:
+            self.overflowed = self.skipped_steps > skipped_before
+            self._grow_loss_scale()
+
+    def _grow_loss_scale(self) -> None:
+        if self._loss_scale_window is None:
+            return
+        scaler = self._engine.optimizer.loss_scaler  # in DeepSpeed's checkpoints with its counts
+        updates = scaler.cur_iter - scaler.last_overflow_iter - 1  # since the last overflow
+        if updates > 0 and updates % self._loss_scale_window == 0:
+            scaler.cur_scale *= 2.0
 
     def set_learning_rate(self, lr: float) -> None:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
 
     def gradient_norm(self) -> float:
-        """The norm of the last update's whole gradient, before clipping."""
+        """The norm of the last update's whole gradient, before clipping; not finite where it overflowed."""
         return self._measured_norm if self._unpartitioned else float(self._engine.get_global_grad_norm())
 
     @property

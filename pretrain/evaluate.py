@@ -160,7 +160,7 @@ def evaluate_checkpoint(
             f"{codec.fingerprint[:12]}: prepare the text again with --tokenizer {tokenizer}"
         )
     device = pick_device(0, accelerator)
-    model = load_model(checkpoint).to(device)
+    model = load_model(checkpoint, device)
     if max_tokens is not None and max_tokens < model.config.seq_len:
         raise RecipeError(
             f"--max-tokens {max_tokens} is less than one window of {model.config.seq_len} tokens: raise it"

@@ -31,7 +31,7 @@ def continue_prompts(
     BATCH_SIZE of them, and each draws as if it were alone. Raises RecipeError for a prompt too long, a setting out of
     range, or a model whose weights are not finite.
     """
-    model = load_model(checkpoint).to(pick_device(0, accelerator))
+    model = load_model(checkpoint, pick_device(0, accelerator))
     codec = Codec.load(tokenizer_of(checkpoint))
     ids = [[codec.eos_id, *codec.encode(prompt)] for prompt in prompts]
     for number, row in enumerate(ids, 1):

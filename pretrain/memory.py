@@ -8,8 +8,9 @@ Bytes as measured on live engines (DeepSpeed 0.19, torch 2.13, AdamW), P paramet
     2       2P        2P/N                   4P/N instead                       4P/N, 8P/N
     3       2P/N      2P/N                   4P/N instead                       4P/N, 8P/N
 
-With bf16 masters the last column is 2P/N, 4P/N. With fp32 compute, weights and gradients take 4 bytes; ZeRO-0 updates
-the weights themselves, ZeRO-1 to 3 keep a clone of their partition as masters.
+With bf16 masters the last column is 2P/N, 4P/N. fp16 compute holds the same, but ZeRO-0 is refused, and ZeRO-1 that
+accumulates in fp32 lets go of its fp16 gradients: 4P instead, no buffer beside. With fp32 compute, weights and
+gradients take 4 bytes; ZeRO-0 updates the weights themselves, ZeRO-1 to 3 keep a clone of their partition as masters.
 
 Not counted here: activations, logits and the gradient of the head (4 · vocab_size · d_model) that the loss forms beside
 them, ZeRO-3's gathered layers, communication buckets, the fp32 copy of a gradient partition that `step()` makes for a
@@ -20,10 +21,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pretrain.config import RecipeError
+from pretrain.config import Compute, RecipeError
 from pretrain.engine import refusal
 
-BYTES = {"bf16": 2, "fp32": 4}
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Budget:
 
 
 def static_budget(
-    parameters: int, stage: int, world_size: int, master: str, accumulate: str, compute: str = "bf16"
+    parameters: int, stage: int, world_size: int, master: str, accumulate: str, compute: Compute = "bf16"
 ) -> Budget:
     """The static bytes each rank holds under ZeRO `stage` on `world_size` ranks.
 
@@ -66,9 +67,9 @@ def static_budget(
         raise RecipeError(reason)
 
     weight, state = BYTES[compute], BYTES[master]
-    # The ZeRO-1 engine keeps its gradients and sums them in a second buffer; ZeRO-2 and 3 keep only the sums.
-    beside = stage == 1 and accumulate != compute
-    gradient = BYTES[accumulate] if stage >= 2 else weight
+    # The ZeRO-1 engine of bf16 keeps its gradients and sums them in a second buffer; the others keep only the sums.
+    beside = stage == 1 and compute == "bf16" and accumulate == "fp32"
+    gradient = weight if beside else BYTES[accumulate]
     updates_weights_in_place = compute == "fp32" and stage == 0
 
     def part(name: str, bytes_each: int, partitioned: bool) -> Part:

@@ -25,6 +25,7 @@ from data_pipeline.order import SampleOrder
 from model.accounting import flops_per_token
 from pretrain.checkpoint import TrainState
 from pretrain.config import RunConfig
+from pretrain.engine import SMALLEST_LOSS_SCALE
 from pretrain.evaluate import Score
 from pretrain.plan import Reading
 from pretrain.run_directory import RunDirectory, RunState, now
@@ -195,11 +196,14 @@ class Report:
         tokens: int,
         lr: float,
         grad_norm: float,
+        loss_scale: float | None,
+        overflowed: bool,
         skipped_steps: int,
     ) -> None:
-        """Record the step that `state` now counts, which learnt from `tokens` targets.
+        """Record the step that `state` now counts, of `tokens` targets.
 
-        Raises TrainingDivergedError where a number is not finite.
+        Raises TrainingDivergedError where a number is not finite, unless it is a gradient that overflowed in fp16 and
+        a smaller loss scale is left to try.
         """
         self._state = state
         tokens_per_second = tokens / self._step_seconds
@@ -217,11 +221,14 @@ class Report:
                     "step_seconds": self._step_seconds,
                     "model_flops_per_second": self._flops_per_token * tokens_per_second,
                     "mfu": None,
+                    **({} if loss_scale is None else {"loss_scale": loss_scale}),
                     "skipped_steps": skipped_steps,
                     "peak_memory_bytes": peak_memory_bytes(),
                 },
             )
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        if overflowed and loss_scale is not None and math.isfinite(loss):
+            self._overflow(state.global_step, loss_scale, skipped_steps)
+        elif not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise TrainingDivergedError(
                 f"step {state.global_step}: loss {loss}, gradient norm {grad_norm}; nothing of this step was saved: "
                 "resume from the last checkpoint with a lower schedule.peak_lr or a longer warm-up"
@@ -238,6 +245,18 @@ class Report:
             if self._bar is None:
                 self.say(f"step {state.global_step}/{max_steps}  {figures}")
             self._write_status("running")
+
+    def _overflow(self, step: int, loss_scale: float, skipped_steps: int) -> None:
+        """Said aloud: usual at first and behind each growth of the scale. At the smallest scale it is the end."""
+        if loss_scale <= SMALLEST_LOSS_SCALE:
+            raise TrainingDivergedError(
+                f"step {step}: a gradient overflows fp16 even at the smallest loss scale, {loss_scale:g}; nothing of "
+                "this step was saved: resume from the last checkpoint with a lower schedule.peak_lr or a longer warm-up"
+            )
+        self.say(
+            f"warning: step {step}: a gradient overflowed in fp16, so the step updates nothing; its data and its place "
+            f"in the schedule are used up ({skipped_steps} such so far); loss scale {loss_scale:g}, now halved"
+        )
 
     def scores(self, state: TrainState, scores: Mapping[str, Score]) -> None:
         """Record an evaluation, one record a source."""

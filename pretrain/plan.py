@@ -9,7 +9,7 @@ from typing import Any
 from data_pipeline.order import SampleOrder
 from model.accounting import parameter_count
 from pretrain.batching import BatchPlan
-from pretrain.config import RecipeError, RunConfig, from_root, show
+from pretrain.config import Compute, RecipeError, RunConfig, from_root, show
 from pretrain.engine import read_json, refusal, resolve, zero_stage
 from pretrain.memory import Budget, static_budget
 
@@ -21,6 +21,7 @@ UNITS = {"mb": MB, "gb": GB, "tb": 10**12, "mib": 2**20, "gib": 2**30, "tib": 2*
 # on current GPUs), and what a caching allocator cannot use of memory cut into pieces.
 CONTEXT_BYTES = GB
 FRAGMENTATION = 0.05
+AUTO_IS: Compute = "bf16"  # no device is asked; a model in fp16 takes as many bytes
 LABEL = "static only: activations not counted yet"
 NOT_COUNTED = (
     "activations, logits and the loss's fp32 gradient of the head, communication buckets, gathered layers of ZeRO-3, "
@@ -119,8 +120,10 @@ class Plan:
         precision = self.config.precision
         largest = max(row.budget.total_bytes for row in self.rows if row.budget is not None)
         unit, unit_name = (GB, "GB") if largest >= GB else (MB, "MB")
+        auto = f"{AUTO_IS} (auto: fp16 on a GPU without bf16)"
+        computed = auto if precision.compute == "auto" else precision.compute
         lines = [
-            f"static memory per rank in {unit_name}, {precision.compute} compute, {precision.master} masters ({LABEL})",
+            f"static memory per rank in {unit_name}, {computed} compute, {precision.master} masters ({LABEL})",
             "  ZeRO  sums in  weights  gradients  buffer  masters  moments   total  bytes/parameter",
         ]
         for row in self.rows:
@@ -197,22 +200,25 @@ def plan(config: RunConfig, world_size: int, device_memory_bytes: int | None = N
     if world_size < 1:
         raise RecipeError(f"world size {world_size}: must be at least 1")
     precision = config.precision
-    deepspeed = resolve(read_json(from_root(config.deepspeed.config)), config, world_size)
+    compute = precision.compute_where(AUTO_IS)
+    deepspeed = resolve(read_json(from_root(config.deepspeed.config)), config, world_size, AUTO_IS)
     stage = zero_stage(deepspeed)
     parameters = parameter_count(config.model)
 
+    half = "fp16" if compute == "fp16" else "bf16"
+
     def row(at_stage: int, accumulate: str) -> Row:
-        refused = refusal(at_stage, precision.compute, precision.master, accumulate)
+        refused = refusal(at_stage, compute, precision.master, accumulate)
         budget = None
         if refused is None:
-            budget = static_budget(parameters, at_stage, world_size, precision.master, accumulate, precision.compute)
+            budget = static_budget(parameters, at_stage, world_size, precision.master, accumulate, compute)
         configured = (at_stage, accumulate) == (stage, precision.accumulate)
         return Row(at_stage, accumulate, budget, refused, configured)
 
     verdict = None
     if device_memory_bytes is not None:
         static = static_budget(
-            parameters, stage, world_size, precision.master, precision.accumulate, precision.compute
+            parameters, stage, world_size, precision.master, precision.accumulate, compute
         ).total_bytes
         verdict = Verdict(device_memory_bytes, static, CONTEXT_BYTES, round(FRAGMENTATION * static))
     return Plan(
@@ -220,7 +226,7 @@ def plan(config: RunConfig, world_size: int, device_memory_bytes: int | None = N
         batch=BatchPlan.from_config(config, world_size),
         deepspeed=deepspeed,
         parameters=parameters,
-        rows=tuple(row(at_stage, accumulate) for at_stage in range(4) for accumulate in ("bf16", "fp32")),
+        rows=tuple(row(at_stage, accumulate) for at_stage in range(4) for accumulate in (half, "fp32")),
         verdict=verdict,
     )
 

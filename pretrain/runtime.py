@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pretrain.config import RecipeError
+from pretrain.config import Compute, PrecisionTable, RecipeError
 
 T = TypeVar("T")
 
@@ -147,6 +147,27 @@ def pick_device(local_rank: int, accelerator: str | None = None) -> torch.device
         return torch.device("cuda", local_rank)
     keep_freed_memory()
     return torch.device("cpu")
+
+
+def auto_compute(device: torch.device) -> Compute:
+    """What precision.compute = "auto" stands for on this process's device: bf16, or fp16 on a GPU that has none.
+
+    bf16 came with compute capability 8.0: a V100 or T4 has fp16 alone, and torch only imitates bf16 there.
+    """
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "fp16"
+    return "bf16"
+
+
+def precision_note(precision: PrecisionTable, device: torch.device) -> str | None:
+    """What a person should know of the dtype that a run computes in; None where the recipe says it all."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
+    auto = auto_compute(device)
+    if precision.compute == "auto":
+        return f'precision.compute = "auto": {auto}' + (f", {name} has no bf16" if auto == "fp16" else f" on {name}")
+    if precision.compute == "bf16" and auto == "fp16":
+        return f'warning: {name} has no bf16, torch imitates it, slowly: precision.compute = "auto" would take fp16'
+    return None
 
 
 def keep_freed_memory() -> None:

@@ -32,12 +32,20 @@ from pretrain.checkpoint import (
     tokenizer_of,
     verify,
 )
-from pretrain.config import RecipeError, RunConfig, from_root, to_toml
-from pretrain.engine import TrainingEngine, process_group, read_json, resolve
+from pretrain.config import Compute, RecipeError, RunConfig, from_root, to_toml
+from pretrain.engine import TrainingEngine, process_group, read_json, refuse_what_the_device_cannot, resolve
 from pretrain.evaluate import Score, evaluate, isolates_documents
 from pretrain.metrics import Report
 from pretrain.run_directory import CheckpointError, RunDirectory, write_text
-from pretrain.runtime import Ranks, StopRequest, one_ranks_fault, pick_device, seed_everything
+from pretrain.runtime import (
+    Ranks,
+    StopRequest,
+    auto_compute,
+    one_ranks_fault,
+    pick_device,
+    precision_note,
+    seed_everything,
+)
 from pretrain.schedule import learning_rate
 from tokenizer.codec import Codec
 
@@ -55,6 +63,8 @@ class StepResult:
     z_loss: float  # what loss.z_loss added to it
     tokens: int  # targets learnt from
     grad_norm: float  # of the whole gradient, before clipping
+    loss_scale: float | None  # of that gradient while it was computed; None where it has none (bf16, fp32)
+    overflowed: bool  # the gradient is not finite, so no weight was updated
     stop_wanted: bool  # by any rank
 
 
@@ -84,6 +94,8 @@ def train_step(
         z_loss=(total - cross_entropy) / tokens,
         tokens=int(tokens),
         grad_norm=engine.gradient_norm(),
+        loss_scale=engine.loss_scale,
+        overflowed=engine.overflowed,
         stop_wanted=stops > 0,
     )
 
@@ -96,6 +108,7 @@ class Inputs:
     """What a run reads and counts, checked before any process group exists."""
 
     config: RunConfig
+    compute: Compute  # what precision.compute is on this device
     plan: BatchPlan
     deepspeed: dict[str, Any]
     collection: Collection
@@ -105,12 +118,16 @@ class Inputs:
     identity: dict[str, Any]  # what a checkpoint must share with the run that resumes from it
 
     @classmethod
-    def check(cls, config: RunConfig, world_size: int) -> Inputs:
-        """Open all that one process can open. Raises RecipeError, DataFormatError or TokenizerError: one clear line."""
+    def check(cls, config: RunConfig, world_size: int, auto: Compute = "bf16") -> Inputs:
+        """Open all that one process can open; precision.compute = "auto" stands for `auto`.
+
+        Raises RecipeError, DataFormatError or TokenizerError: one clear line.
+        """
+        compute = config.precision.compute_where(auto)
         plan = BatchPlan(
             config.batch.global_batch_size, config.batch.micro_batch_size, world_size, config.model.seq_len
         )
-        deepspeed = resolve(read_json(from_root(config.deepspeed.config)), config, world_size)
+        deepspeed = resolve(read_json(from_root(config.deepspeed.config)), config, world_size, auto)
         collection = open_collection(from_root(config.data.path))
         codec = Codec.load(from_root(config.data.tokenizer))
         refuse_other_tokenizer(config, collection, codec)
@@ -122,9 +139,13 @@ class Inputs:
             "global_batch_size": config.batch.global_batch_size,
             "world_size": world_size,
             "zero_stage": deepspeed["zero_optimization"]["stage"],
-            "precision": config.precision.model_dump(),
+            "precision": {
+                "compute": compute,
+                "master": config.precision.master,
+                "accumulate": config.precision.accumulate,
+            },
         }
-        return cls(config, plan, deepspeed, collection, codec, order, packed, identity)
+        return cls(config, compute, plan, deepspeed, collection, codec, order, packed, identity)
 
 
 def refuse_other_tokenizer(config: RunConfig, collection: Collection, codec: Codec) -> None:
@@ -212,6 +233,7 @@ def begin_attempt(
             "pids": pids,
             "resumed_from": None if chosen is None else str(chosen),
             "initial_weights": None if initial is None else str(initial),
+            "compute": inputs.compute,
             "recipe_changes": [line for line in recipe.splitlines() if line not in earlier.splitlines()],
         }
     )
@@ -235,12 +257,13 @@ def build_engine(inputs: Inputs, ranks: Ranks, device: torch.device, initial: Pa
 
 def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") -> Outcome:
     """Train until max_steps, or until a signal or the stop file asks to stop behind the current step."""
-    inputs = Inputs.check(config, ranks.world_size)
+    device = pick_device(ranks.local_rank, ranks.accelerator)
+    inputs = Inputs.check(config, ranks.world_size, auto_compute(device))
+    refuse_what_the_device_cannot(inputs.compute)
     plan, schedule = inputs.plan, config.schedule
     directory = RunDirectory(path)
     stop = StopRequest(directory.stop_file)
     stop.install()
-    device = pick_device(ranks.local_rank, ranks.accelerator)
     seed_everything(config.seed)
     with ExitStack() as stack:
         stack.enter_context(process_group(device))
@@ -251,6 +274,9 @@ def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") 
         )
         if initial is not None:
             report.say(f"initial weights from {initial}")
+        note = precision_note(config.precision, device)
+        if note is not None:
+            report.say(note)
         engine = build_engine(inputs, ranks, device, initial)
         checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep_last, ranks)
         state = TrainState() if resumed_from is None else checkpoints.load(resumed_from, engine)
@@ -268,7 +294,7 @@ def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") 
             last = state.global_step == schedule.max_steps
             report.step(
                 state, loss=result.loss, z_loss=result.z_loss, tokens=result.tokens, lr=lr, grad_norm=result.grad_norm,
-                skipped_steps=engine.skipped_steps,
+                loss_scale=result.loss_scale, overflowed=result.overflowed, skipped_steps=engine.skipped_steps,
             )  # fmt: skip
             if due(state, config.evaluation.every_steps) or last:
                 report.scores(state, heldout_scores(engine, inputs, ranks))

@@ -170,6 +170,28 @@ def test_fp32_compute_has_no_bf16_state():
         recipe(precision={"compute": "fp32", "master": "bf16"})
 
 
+@pytest.mark.parametrize(
+    "precision, says",
+    [
+        ({"compute": "fp16", "master": "bf16"}, 'compute = "fp16" keeps masters in fp32: set master = "fp32"'),
+        ({"compute": "fp16", "accumulate": "bf16"}, 'no bf16 gradients to sum: set accumulate to "fp32" or "fp16"'),
+        ({"compute": "bf16", "accumulate": "fp16"}, 'no fp16 gradients to sum: set accumulate to "fp32" or "bf16"'),
+        ({"compute": "fp16", "initial_scale_power": 33}, "less than or equal to 32"),
+        ({"compute": "fp16", "loss_scale_window": 0}, "greater than 0"),
+    ],
+)
+def test_precisions_that_do_not_go_together(precision, says):
+    with pytest.raises(RecipeError, match=says):
+        recipe(precision=precision)
+
+
+def test_auto_stays_in_the_recipe():
+    config = recipe(precision={"compute": "auto", "accumulate": "fp16"})
+    assert config.precision.compute_where("fp16") == "fp16"
+    assert parse_recipe(tomllib.loads(to_toml(config))).precision.compute == "auto"
+    assert recipe(precision={"compute": "fp32"}).precision.compute_where("fp16") == "fp32"
+
+
 def test_missing_values_and_files_are_named(path, tmp_path):
     path.write_text(TEXT.replace("max_steps = 100\n", ""))
     assert "schedule.max_steps is missing" in refused(path)

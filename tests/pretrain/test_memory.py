@@ -29,6 +29,14 @@ def test_two_ranks_hold_what_was_measured(master, accumulate, stage):
         assert static_budget(10**6, stage, 2, master, accumulate).bytes_per_parameter == expected
 
 
+@pytest.mark.parametrize("accumulate, measured", [("fp16", [10, 9, 8]), ("fp32", [12, 10, 9])])
+def test_fp16_on_two_ranks_holds_what_was_measured(accumulate, measured):
+    budgets = [static_budget(10**6, stage, 2, "fp32", accumulate, "fp16") for stage in (1, 2, 3)]
+    assert [budget.bytes_per_parameter for budget in budgets] == measured
+    with pytest.raises(RecipeError, match="does not scale the loss"):
+        static_budget(10**6, 0, 2, "fp32", accumulate, "fp16")
+
+
 @pytest.mark.parametrize("stage, expected", [(0, 16), (1, 14), (2, 12), (3, 10)])
 def test_fp32_compute_on_two_ranks_holds_what_was_measured(stage, expected):
     assert static_budget(10**6, stage, 2, "fp32", "fp32", "fp32").bytes_per_parameter == expected

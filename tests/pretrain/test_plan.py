@@ -37,6 +37,16 @@ def test_the_reference_recipe():
     json.dumps(figures)
 
 
+def test_a_plan_of_auto_says_what_it_counts():
+    made = plan(recipe(precision={"compute": "auto"}), 2)
+    assert "bf16 (auto: fp16 on a GPU without bf16) compute" in made.to_text()
+    assert made.to_dict()["precision"]["compute"] == "auto"
+    rows = plan(recipe(precision={"compute": "fp16"}), 2).to_dict()["static_memory"]["budgets"]
+    assert [(row["stage"], row["accumulate"]) for row in rows if not row["refused"]] == [
+        (stage, accumulate) for stage in (1, 2, 3) for accumulate in ("fp16", "fp32")
+    ]
+
+
 @pytest.mark.parametrize(
     "text, size", [("24GB", 24 * 10**9), ("22GiB", 22 * 2**30), ("0.5 gb", 5 * 10**8), ("512MiB", 2**29)]
 )

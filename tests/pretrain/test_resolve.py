@@ -43,6 +43,47 @@ def test_every_stage_and_precision_is_resolved_or_refused(stage, master, accumul
     assert JSONS[stage] == before
 
 
+@pytest.mark.parametrize("stage, accumulate", list(product(range(4), ("fp32", "fp16"))))
+def test_fp16_is_told_in_full_or_refused(stage, accumulate):
+    precision = {"accumulate": accumulate, "initial_scale_power": 12, "loss_scale_window": 500}
+    for config in (
+        recipe(precision={**precision, "compute": "fp16"}),
+        recipe(precision={**precision, "compute": "auto"}),
+    ):
+        if stage == 0:
+            with pytest.raises(RecipeError, match="ZeRO-0 does not scale the loss in fp16"):
+                resolve(JSONS[stage], config, 2, "fp16")
+            continue
+        resolved = resolve(JSONS[stage], config, 2, "fp16")
+        assert resolved["bf16"]["enabled"] is False
+        assert resolved["data_types"] == {"grad_accum_dtype": accumulate}
+        section = resolved["fp16"]
+        assert (section["enabled"], section["loss_scale"], section["initial_scale_power"]) == (True, 0, 12)
+        assert (section["hysteresis"], section["min_loss_scale"]) == (1, 1)
+        assert section["loss_scale_window"] > 10**18, "the engine lets the scale grow, not DeepSpeed"
+        known = set(
+            re.findall(r"^    (\w+): (?:bool|int|float) = ", deepspeed_source("runtime/precision_config.py"), re.M)
+        )
+        assert section.keys() <= known
+        assert {key for key in known if "bf16" not in key} - section.keys() == {
+            "immediate_grad_update",
+            "check_grad_overflow",
+        }
+
+
+def test_what_auto_is_decides_what_goes_with_it():
+    config = recipe(precision={"compute": "auto", "master": "bf16"})
+    assert resolve(JSONS[2], config, 2, "bf16")["fp16"] == {"enabled": False}
+    with pytest.raises(RecipeError, match=r'"auto" means fp16 here: precision: compute = "fp16" keeps masters in fp32'):
+        resolve(JSONS[2], config, 2, "fp16")
+
+
+def test_fp16_gradients_are_not_sent_as_bf16():
+    config = recipe(precision={"compute": "fp16"})
+    with pytest.raises(RecipeError, match='communication_data_type = "bf16" would cut fp16'):
+        resolve({"zero_optimization": {"stage": 2}, "communication_data_type": "bf16"}, config, 1)
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_fp32_compute_runs_at_every_stage(stage):
     resolved = resolve(JSONS[stage], recipe(precision={"compute": "fp32"}), 1)

@@ -21,7 +21,7 @@ UNITS = {"mb": MB, "gb": GB, "tb": 10**12, "mib": 2**20, "gib": 2**30, "tib": 2*
 # on current GPUs), and what a caching allocator cannot use of memory cut into pieces.
 CONTEXT_BYTES = GB
 FRAGMENTATION = 0.05
-AUTO_IS: Compute = "bf16"  # no device is asked; a model in fp16 takes as many bytes
+AUTO_IS: Compute = "bf16"  # no device is asked; fp16 takes no more bytes
 LABEL = "static only: activations not counted yet"
 NOT_COUNTED = (
     "activations, logits and the loss's fp32 gradient of the head, communication buckets, gathered layers of ZeRO-3, "

@@ -206,6 +206,16 @@ def initial_weights(inputs: Inputs) -> Path | None:
     return path
 
 
+def refuse_unlike_devices(computes: list[Compute]) -> None:
+    """Raises RecipeError, on every rank, unless what each rank computes in is one and the same."""
+    if len(set(computes)) > 1:
+        ranks_of = {
+            one: ", ".join(str(rank) for rank, other in enumerate(computes) if other == one) for one in set(computes)
+        }
+        told = " and ".join(f"{one} on ranks {ranks_of[one]}" for one in sorted(ranks_of))
+        raise RecipeError(f'precision.compute = "auto" would be {told}: set it to one of them, or use like GPUs')
+
+
 def begin_attempt(
     directory: RunDirectory, inputs: Inputs, resume: str, pids: list[int], say: Callable[[str], None]
 ) -> tuple[int, Path | None, Path | None]:
@@ -269,6 +279,7 @@ def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") 
         stack.enter_context(process_group(device))
         report = stack.enter_context(Report(directory, config, active=ranks.is_first))
         pids = ranks.gather(os.getpid())
+        refuse_unlike_devices(ranks.gather(inputs.compute))
         attempt, resumed_from, initial = ranks.on_first(
             lambda: begin_attempt(directory, inputs, resume, pids, report.say)
         )

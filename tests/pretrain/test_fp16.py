@@ -257,6 +257,22 @@ def elsewhere_case(ranks: Ranks, tables: dict[str, Any], path: Path) -> tuple[st
             return "refused", str(error)
 
 
+def unlike_case(ranks: Ranks, tables: dict[str, Any], path: Path) -> str:
+    """The second rank's GPU has no bf16."""
+    with mock.patch("pretrain.train.auto_compute", return_value=("bf16", "fp16")[ranks.rank]), with_fp16():
+        try:
+            return train(parse_recipe(tables), path, ranks)
+        except RecipeError as error:
+            return str(error)
+
+
+def test_ranks_on_unlike_devices_are_refused(tiny_recipe: Tables, tmp_path: Path) -> None:
+    told = run_ranks(2, unlike_case, small(tiny_recipe, steps=1, compute="auto"), tmp_path / "run")
+    assert told[0] == told[1]
+    assert "would be bf16 on ranks 0 and fp16 on ranks 1: set it to one of them" in told[0]
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("has_bf16, auto", [(True, "bf16"), (False, "fp16")])
 def test_what_auto_stands_for(has_bf16: bool, auto: str) -> None:
     gpu = torch.device("cuda", 0)

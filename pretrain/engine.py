@@ -286,18 +286,16 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def refuse_what_the_device_cannot(compute: Compute) -> None:
-    """RecipeError where DeepSpeed's accelerator says that this process's device has no fp16."""
-    if compute != "fp16":
-        return
+def device_refusal(compute: Compute) -> str | None:
+    """Why this process's device cannot train in `compute`, as DeepSpeed's accelerator has it; None where it can."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    if accelerator.is_fp16_supported():
-        return
+    if compute != "fp16" or accelerator.is_fp16_supported():
+        return None
     on_cpu = accelerator.device_name() == "cpu"
     device, instead = ("this CPU", "bf16") if on_cpu else ("this GPU (compute capability below 7.0)", "fp32")
-    raise RecipeError(
+    return (
         f"{device} cannot train in fp16: DeepSpeed finds no arithmetic for it: "
         f'set precision.compute = "{instead}", or use a GPU that has it'
     )

@@ -33,7 +33,7 @@ from pretrain.checkpoint import (
     verify,
 )
 from pretrain.config import Compute, RecipeError, RunConfig, from_root, to_toml
-from pretrain.engine import TrainingEngine, process_group, read_json, refuse_what_the_device_cannot, resolve
+from pretrain.engine import TrainingEngine, device_refusal, process_group, read_json, resolve
 from pretrain.evaluate import Score, evaluate, isolates_documents
 from pretrain.metrics import Report
 from pretrain.run_directory import CheckpointError, RunDirectory, write_text
@@ -206,14 +206,18 @@ def initial_weights(inputs: Inputs) -> Path | None:
     return path
 
 
-def refuse_unlike_devices(computes: list[Compute]) -> None:
-    """Raises RecipeError, on every rank, unless what each rank computes in is one and the same."""
+def refuse_devices(ranks: Ranks, compute: Compute) -> None:
+    """Raises RecipeError, on every rank, where a rank's device cannot train in `compute`, or "auto" is two things."""
+    refusals, computes = zip(*ranks.gather((device_refusal(compute), compute)), strict=True)
+    reason = next(filter(None, refusals), None)
+    if reason is not None:
+        raise RecipeError(reason)
     if len(set(computes)) > 1:
-        ranks_of = {
-            one: ", ".join(str(rank) for rank, other in enumerate(computes) if other == one) for one in set(computes)
-        }
-        told = " and ".join(f"{one} on ranks {ranks_of[one]}" for one in sorted(ranks_of))
-        raise RecipeError(f'precision.compute = "auto" would be {told}: set it to one of them, or use like GPUs')
+        other = next(rank for rank, one in enumerate(computes) if one != computes[0])
+        raise RecipeError(
+            f'precision.compute = "auto" would be {computes[0]} on rank 0 and {computes[other]} on rank {other}: '
+            "set it to one of them, or use GPUs of one kind"
+        )
 
 
 def begin_attempt(
@@ -269,7 +273,6 @@ def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") 
     """Train until max_steps, or until a signal or the stop file asks to stop behind the current step."""
     device = pick_device(ranks.local_rank, ranks.accelerator)
     inputs = Inputs.check(config, ranks.world_size, auto_compute(device))
-    refuse_what_the_device_cannot(inputs.compute)
     plan, schedule = inputs.plan, config.schedule
     directory = RunDirectory(path)
     stop = StopRequest(directory.stop_file)
@@ -277,9 +280,9 @@ def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") 
     seed_everything(config.seed)
     with ExitStack() as stack:
         stack.enter_context(process_group(device))
+        refuse_devices(ranks, inputs.compute)
         report = stack.enter_context(Report(directory, config, active=ranks.is_first))
         pids = ranks.gather(os.getpid())
-        refuse_unlike_devices(ranks.gather(inputs.compute))
         attempt, resumed_from, initial = ranks.on_first(
             lambda: begin_attempt(directory, inputs, resume, pids, report.say)
         )

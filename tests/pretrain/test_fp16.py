@@ -269,7 +269,7 @@ def unlike_case(ranks: Ranks, tables: dict[str, Any], path: Path) -> str:
 def test_ranks_on_unlike_devices_are_refused(tiny_recipe: Tables, tmp_path: Path) -> None:
     told = run_ranks(2, unlike_case, small(tiny_recipe, steps=1, compute="auto"), tmp_path / "run")
     assert told[0] == told[1]
-    assert "would be bf16 on ranks 0 and fp16 on ranks 1: set it to one of them" in told[0]
+    assert "would be bf16 on rank 0 and fp16 on rank 1: set it to one of them" in told[0]
     assert not (tmp_path / "run").exists()
 
 

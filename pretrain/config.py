@@ -152,7 +152,7 @@ class OptimizerTable(_Table):
 class PrecisionTable(_Table):
     """Of forward and backward; of the master weights and their moments; of the gradients while they are summed.
 
-    "auto" computes in what the device has, see `runtime.auto_compute`. fp16 scales the loss, lest small gradients vanish:
+    "auto" computes in what the device has (`runtime.auto_compute`). fp16 scales the loss, lest small gradients vanish:
     by 2^initial_scale_power at first, half of it behind an overflow, twice as much behind loss_scale_window updates
     without one.
     """

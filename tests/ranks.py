@@ -23,7 +23,13 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, TypeAlias
 
-PRELOADED = ["deepspeed", "pretrain.train", "torch.utils.tensorboard"]
+PRELOADED = [
+    "deepspeed",
+    "pretrain.train",
+    "torch.utils.tensorboard",
+    "torch._dynamo",  # else imported by the first optimizer
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # else by the first engine
+]
 
 _server = mp.get_context("forkserver")
 _server.set_forkserver_preload(PRELOADED)

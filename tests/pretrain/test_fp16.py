@@ -175,15 +175,17 @@ def small(tiny_recipe: Tables, *, steps: int, stage: int = 2, **precision: Any) 
 FIGURES = ("loss", "grad_norm", "lr", "tokens", "loss_scale", "skipped_steps")
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_resumed_run_has_the_loss_scale_and_all_else(stage: int, tiny_recipe: Tables, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage, world_size", [(2, 1), (3, 2)])
+def test_a_resumed_run_has_the_loss_scale_and_all_else(
+    stage: int, world_size: int, tiny_recipe: Tables, tmp_path: Path
+) -> None:
     """Resumed amid a window, so the count of updates since the last overflow matters, and with one step skipped."""
     scaling = {"initial_scale_power": 8, "loss_scale_window": 3}
     tables = small(tiny_recipe, steps=8, stage=stage, compute="fp16", **scaling)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert run_ranks(2, fp16_run, tables, whole, [2, 7]) == ["finished"] * 2
-    run_ranks(2, fp16_run, tables, broken, [2, 7], 6)
-    assert run_ranks(2, fp16_run, tables, broken, [2, 7]) == ["finished"] * 2
+    assert run_ranks(world_size, fp16_run, tables, whole, [2, 7]) == ["finished"] * world_size
+    run_ranks(world_size, fp16_run, tables, broken, [2, 7], 6)
+    assert run_ranks(world_size, fp16_run, tables, broken, [2, 7]) == ["finished"] * world_size
 
     expected = {record["step"]: record for record in read_metrics(whole / "metrics.jsonl")}
     scales = [record["loss_scale"] for record in expected.values()]

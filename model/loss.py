@@ -5,8 +5,8 @@ over with their gradient. Here the head and the loss run chunk by chunk, and the
 the head's weight are formed on the way, in the forward pass: the loss is the end of the model, so all that backward
 adds is one factor. No logits are kept, and none are computed twice.
 
-The price is an fp32 gradient of the head's weight between forward and backward. It is fp32 so that the sum over chunks
-loses nothing: a sum in bf16 would lose of each chunk what is below 1/256 of the sum so far.
+The price is a gradient of the head's weight between forward and backward, in fp32 where there are several chunks: a sum
+in bf16 would lose of each chunk what is below 1/256 of the sum so far.
 """
 
 import functools
@@ -95,9 +95,7 @@ class _ChunkedLoss(torch.autograd.Function):
         forms_gradients: bool,
     ) -> tuple[Tensor, Tensor]:
         cross_entropy_sum, log_z_square_sum = hidden_nd.new_zeros(2, dtype=torch.float32).unbind()
-        if forms_gradients:
-            grad_hidden_nd = torch.empty_like(hidden_nd)
-            grad_weight_vd = torch.zeros_like(weight_vd, dtype=torch.float32)
+        grad_hidden_nd, grad_weight_vd = torch.empty_like(hidden_nd), None
         for start in range(0, len(targets_n), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             cross_entropy, log_z_square, grad_logits_cv = _chunk(
@@ -106,10 +104,13 @@ class _ChunkedLoss(torch.autograd.Function):
             cross_entropy_sum, log_z_square_sum = cross_entropy_sum + cross_entropy, log_z_square_sum + log_z_square
             if grad_logits_cv is not None:
                 grad_hidden_nd[rows] = grad_logits_cv @ weight_vd
-                grad_weight_vd += (grad_logits_cv.T @ hidden_nd[rows]).float()
-                del grad_logits_cv  # before the next chunk's logits
+                product_vd = grad_logits_cv.T @ hidden_nd[rows]
+                grad_weight_vd = product_vd if grad_weight_vd is None else grad_weight_vd.float().add_(product_vd)
+                del grad_logits_cv, product_vd  # before the next chunk's logits
         if forms_gradients:
-            ctx.save_for_backward(grad_hidden_nd, grad_weight_vd)
+            ctx.save_for_backward(
+                grad_hidden_nd, torch.zeros_like(weight_vd) if grad_weight_vd is None else grad_weight_vd
+            )
             ctx.dtypes = hidden_nd.dtype, weight_vd.dtype
         ctx.mark_non_differentiable(cross_entropy_sum)
         return cross_entropy_sum + z_loss * log_z_square_sum, cross_entropy_sum
@@ -117,11 +118,16 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        # In fp32: a factor rounded to bf16 would scale all gradients wrongly by up to 1/512.
-        grads = (
-            (gradient.float() * factor).to(dtype) for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
+        grads = (_scaled(one, factor).to(dtype) for one, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
         return *grads, None, None, None, None
+
+
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """The product by an fp32 factor of no dimension; one rounded to bf16 would be wrong by up to 1/512.
+
+    On a CPU torch multiplies half precision by such a factor in fp32, elsewhere it rounds the factor first.
+    """
+    return gradient * factor if gradient.device.type == "cpu" else gradient.float() * factor
 
 
 def _chunk(

@@ -63,10 +63,11 @@ class _Rotation(torch.autograd.Function):
 
 def _turn(x_bhtd: Tensor, cos_td: Tensor, sin_td: Tensor, layout: str) -> Tensor:
     exact_bhtd = x_bhtd.to(torch.promote_types(x_bhtd.dtype, cos_td.dtype))
-    turned_bhtd = torch.empty_like(exact_bhtd)
+    both_td = cos_td.repeat_interleave(2, dim=-1) if layout == "interleaved" else torch.cat((cos_td, cos_td), dim=-1)
+    turned_bhtd = exact_bhtd * both_td
     (one, other), (turned_one, turned_other) = _pairs(exact_bhtd, layout), _pairs(turned_bhtd, layout)
-    torch.mul(one, cos_td, out=turned_one).addcmul_(other, sin_td, value=-1)
-    torch.mul(other, cos_td, out=turned_other).addcmul_(one, sin_td)
+    turned_one.addcmul_(other, sin_td, value=-1)
+    turned_other.addcmul_(one, sin_td)
     return turned_bhtd.to(x_bhtd.dtype)
 
 

@@ -131,6 +131,11 @@ class Transformer(nn.Module):
         normed_btd: Tensor = self.norm(x_btd)
         return normed_btd
 
+    def compile_blocks(self) -> None:
+        """Have torch.compile compile the blocks when they first run: once, since all have the same code."""
+        for block in self.layers:
+            block.compile(dynamic=False)
+
     def _checkpointed(self, block: nn.Module, *inputs: object) -> Tensor:
         """The block's output; what backward needs of the block, apart from its inputs, is computed again then."""
         keep: Callable[[], Any] = noop_context_fn

@@ -221,6 +221,7 @@ class RunConfig(_Table):
 
     seed: NotNegative = 1
     initial_weights: Place | None = None  # a checkpoint, or a run's newest; without it they are drawn from the seed
+    compile: bool = False  # the blocks through torch.compile: half a minute at the start, then faster steps
     model: ModelConfig
     data: DataTable
     batch: BatchTable
@@ -256,6 +257,15 @@ class RunConfig(_Table):
             raise ValueError(
                 f'memory.activation_checkpointing "every-{period}" of model.n_layers {blocks} blocks: '
                 f"use every-{blocks} at most"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _compiled_blocks_are_checkpointed_whole(self) -> RunConfig:
+        if self.compile and self.memory.activation_checkpointing == "selective":
+            raise ValueError(
+                'memory.activation_checkpointing "selective" chooses among the operations of a block, which compile = true '
+                'makes one: use "none", "every-2" or "full", or set compile = false'
             )
         return self
 

@@ -188,6 +188,11 @@ def resolve(ds_json: dict[str, Any], config: RunConfig, world_size: int, auto: C
             'DeepSpeed JSON: communication_data_type = "bf16" would cut fp16 gradients to 8 bits: '
             'write "fp32" there or remove it'
         )
+    if config.compile and stage == 3:
+        raise RecipeError(
+            "compile = true does not go with ZeRO-3, which gathers weights between a block's operations: "
+            "use stage 0, 1 or 2, or set compile = false"
+        )
     batch = BatchPlan.from_config(config, world_size)
 
     resolved: dict[str, Any] = {key: _copy(value) for key, value in ds_json.items() if key not in RECIPE_OWNS}

@@ -44,6 +44,7 @@ from pretrain.runtime import (
     one_ranks_fault,
     pick_device,
     precision_note,
+    refuse_without_compiler,
     seed_everything,
 )
 from pretrain.schedule import learning_rate
@@ -263,6 +264,8 @@ def build_engine(inputs: Inputs, ranks: Ranks, device: torch.device, initial: Pa
     model.activation_checkpointing = config.memory.activation_checkpointing
     model.loss_chunk_tokens = config.memory.loss_chunk_tokens
     model.z_loss = config.loss.z_loss
+    if config.compile:
+        model.compile_blocks()
     return TrainingEngine(model, config, inputs.deepspeed, ranks, device)
 
 
@@ -273,6 +276,8 @@ def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") 
     """Train until max_steps, or until a signal or the stop file asks to stop behind the current step."""
     device = pick_device(ranks.local_rank, ranks.accelerator)
     inputs = Inputs.check(config, ranks.world_size, auto_compute(device))
+    if config.compile:
+        refuse_without_compiler(device)
     plan, schedule = inputs.plan, config.schedule
     directory = RunDirectory(path)
     stop = StopRequest(directory.stop_file)

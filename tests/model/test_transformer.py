@@ -212,3 +212,21 @@ def test_the_large_preset_has_its_parameters() -> None:
     with torch.device("meta"):
         model = Transformer(PRESETS["0.5b"])
     assert sum(parameter.numel() for parameter in model.parameters()) == 502_193_664
+
+
+def test_compiled_blocks_give_the_same_loss_and_gradients(tiny_config: ModelConfig) -> None:
+    """One graph of the block, compiled once for all blocks, under checkpointing too."""
+    torch._dynamo.reset()
+    model = lively(Transformer(replace(tiny_config, n_layers=3)))
+    ids_bt, targets_bt = random_ids(tiny_config, 2, 20), random_ids(tiny_config, 2, 20, seed=8)
+    plain, names = gradients(model, ids_bt, targets_bt), set(model.state_dict())
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    model.compile_blocks()
+    for mode in ("none", "full"):
+        model.activation_checkpointing = mode
+        for one, other in zip(gradients(model, ids_bt, targets_bt), plain, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    assert set(model.state_dict()) == names

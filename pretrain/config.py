@@ -264,8 +264,8 @@ class RunConfig(_Table):
     def _compiled_blocks_are_checkpointed_whole(self) -> RunConfig:
         if self.compile and self.memory.activation_checkpointing == "selective":
             raise ValueError(
-                'memory.activation_checkpointing "selective" chooses among the operations of a block, which compile = true '
-                'makes one: use "none", "every-2" or "full", or set compile = false'
+                'memory.activation_checkpointing "selective" chooses among the operations of a block, which '
+                'compile = true makes one: use "none", "every-2" or "full", or set compile = false'
             )
         return self
 

@@ -33,9 +33,9 @@ every_steps = 50
 """
 
 
-def recipe(**tables: dict[str, Any]) -> RunConfig:
-    """The recipe above with some values of some tables replaced."""
+def recipe(**tables: Any) -> RunConfig:
+    """The recipe above with some values, of some tables or beside them, replaced."""
     whole = tomllib.loads(TEXT)
     for name, values in tables.items():
-        whole[name] = {**whole.get(name, {}), **values}
+        whole[name] = {**whole.get(name, {}), **values} if isinstance(values, dict) else values
     return parse_recipe(whole)

@@ -112,6 +112,7 @@ def test_unknown_keys_name_their_nearest_neighbour(path, override, names):
         ("memory.activation_checkpointing=every-1", 'should be "none", "selective", "every-N" with N from 2'),
         ("memory.activation_checkpointing=2", "should be a valid string"),
         ("memory.activation_checkpointing=every-13", '"every-13" of model.n_layers 12 blocks: use every-12 at most'),
+        ("compile=1", "valid boolean"),
         ("loss.z_loss=-1e-4", "loss.z_loss = -0.0001: should be greater than or equal to 0"),
         ("loss.z_loss=2", "should be less than or equal to 1"),
         ("schedule.max_steps=9999999999999999999", "less than or equal to 4611686018427387904"),
@@ -163,6 +164,12 @@ def test_a_recipe_beyond_what_python_parses_is_one_line(path, value, says):
 def test_counts_may_be_larger_than_sizes(path):
     config = load_recipe(path, [f"schedule.max_steps={2**62}", "data.stages=[{from_tokens=0,weights={en=1}}]"])
     assert config.schedule.max_steps == 2**62
+
+
+def test_compiled_blocks_are_checkpointed_whole():
+    with pytest.raises(RecipeError, match=r'"selective" chooses among the operations of a block, which compile = true'):
+        recipe(compile=True, memory={"activation_checkpointing": "selective"})
+    assert recipe(compile=True, memory={"activation_checkpointing": "full"}).compile
 
 
 def test_fp32_compute_has_no_bf16_state():

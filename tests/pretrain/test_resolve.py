@@ -85,6 +85,16 @@ def test_fp16_gradients_are_not_sent_as_bf16():
 
 
 @pytest.mark.parametrize("stage", range(4))
+def test_compiled_blocks_do_not_go_with_gathered_weights(stage):
+    config = recipe(compile=True, precision={"compute": "fp32"})
+    if stage < 3:
+        assert resolve(JSONS[stage], config, 1)
+        return
+    with pytest.raises(RecipeError, match="compile = true does not go with ZeRO-3"):
+        resolve(JSONS[stage], config, 1)
+
+
+@pytest.mark.parametrize("stage", range(4))
 def test_fp32_compute_runs_at_every_stage(stage):
     resolved = resolve(JSONS[stage], recipe(precision={"compute": "fp32"}), 1)
     assert resolved["bf16"]["enabled"] is False

@@ -45,6 +45,24 @@ def test_fifteen_kills_at_random_moments(
     assert_same_checkpoint(list_checkpoints(whole / "checkpoints")[-1], list_checkpoints(killed / "checkpoints")[-1])
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_compiled_blocks_train_as_others_do(
+    stage: int, tiny_recipe: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """The same losses within rounding, under checkpointing, evaluation and resume too."""
+    records = {}
+    for compiled in (False, True):
+        tables = tiny_recipe(
+            deepspeed={"config": f"ds_configs/zero{stage}.json"},
+            precision={"compute": "fp32"},
+            schedule={"max_steps": 8},
+        )
+        path = tmp_path / str(compiled)
+        assert run_ranks(2, train_case, {**tables, "compile": compiled}, path) == ["finished", "finished"]
+        records[compiled] = [record["loss"] for record in read_metrics(path / "metrics.jsonl")]
+    assert records[True] == pytest.approx(records[False], rel=1e-5)
+
+
 def saving_case(ranks: Ranks, tables: dict[str, Any], path: Path) -> str:
     try:
         return train(parse_recipe(tables), path, ranks)

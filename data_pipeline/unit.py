@@ -44,7 +44,7 @@ from data_pipeline.shards import (
     read_manifest,
     render_manifest,
 )
-from tokenizer.codec import BATCH_BYTES, Codec
+from tokenizer.codec import BATCH_BYTES, Codec, UncutTextError
 
 RECEIPT_FORMAT = "zerohalf-receipt"
 _MOST = 2**62
@@ -340,7 +340,10 @@ class UnitWork:
             self._note("notes", piece, item, remark)
         if isinstance(text, bytes):
             self._encode()
-            self._encode_long(text)
+            try:
+                self._encode_long(text)
+            except UncutTextError as error:
+                self._note("dropped", piece, item, Remark("no_place_to_cut", str(error)))
             return
         raw = text.encode("utf-8")
         self._batch.append(raw)
@@ -377,11 +380,12 @@ class UnitWork:
         self._batch, self._batch_bytes = [], 0
 
     def _encode_long(self, text: bytes) -> None:
-        """Tokenize one document and hand it to its shard, a part of its ids at a time."""
+        """Tokenize one document and hand it to its shard, a part of its ids at a time. UncutTextError: see Codec."""
+        parts = self._codec.encode_long(text)
         is_held_out = is_validation(text, self._options.validation_fraction)
         writer = self._writer("validation" if is_held_out else "train")
         tokens = 1
-        for ids in self._codec.encode_long(text):
+        for ids in parts:
             if self._progress.stopped():
                 raise StopWork
             writer.add_documents(ids, np.empty(0, np.int64), 0)

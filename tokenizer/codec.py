@@ -22,6 +22,7 @@ import operator
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,13 @@ GUARD_RATE = 0.001
 """The share of documents that SentencePiece encodes a second time."""
 
 BATCH_BYTES = 1_000_000
+MOST_UNCUT_BYTES = 24 * 1024 * 1024
 _WINDOW_BYTES = 1 << 12
 _BYTES_A_TEXT = 64  # what a text costs beside its bytes, so that a batch of empty ones ends too
+
+
+class UncutTextError(ValueError):
+    """A text too long to be encoded within bounded memory, since it cannot be cut."""
 
 
 class Codec:
@@ -213,31 +219,19 @@ class Codec:
         """The ids of one text (UTF-8) as `encode_batch` gives them, those of about BATCH_BYTES of it at a time.
 
         It is cut between two characters that stand side by side in no piece: no merge reaches across. Memory: a few
-        megabytes. Only a text without such a place (one word of megabytes), a tokenizer with a dummy prefix or without
-        byte fallback, and SentencePiece's own encoder take the memory of the whole.
+        megabytes, and thirty times a part without such a place (one word of megabytes), which UncutTextError therefore
+        refuses beyond MOST_UNCUT_BYTES, before any ids are given. A tokenizer with a dummy prefix or without byte
+        fallback, and SentencePiece's own encoder, take the memory of the whole.
         """
         self.say_note()
-        start = 0
-        while start < len(text):
-            stop = self._cut(text, start + BATCH_BYTES)
-            ids, _ = self._encode_batch(_Batch(0, [text[start:stop]]))
-            yield ids
-            start = stop
-
-    def _cut(self, text: bytes, place: int) -> int:
-        """The first place from `place` on where a text may be cut, or its end."""
         joined = None if self._encoder is self._reference else _joined_characters(self._files[MODEL_FILE])
-        while joined is not None and place < len(text):
-            while place < len(text) and text[place] & 0xC0 == 0x80:  # within a character
-                place += 1
-            window = str(text[place : place + _WINDOW_BYTES], "utf-8", "ignore")  # a character cut off at its end is
-            for count, pair in enumerate(map(operator.add, window, window[1:]), 1):
-                if pair.replace(SPACE_MARK, " ") not in joined:
-                    return place + len(window[:count].encode("utf-8"))
-            if len(window) < 2:
-                break
-            place += len(window[:-1].encode("utf-8"))
-        return len(text)
+        stops = [0]
+        while stops[-1] < len(text):
+            stops.append(len(text) if joined is None else _cut(text, stops[-1] + BATCH_BYTES, joined))
+        longest = max(stop - start for start, stop in pairwise(stops)) if text else 0
+        if joined is not None and longest > MOST_UNCUT_BYTES:
+            raise UncutTextError(f"{longest} bytes without a place to cut them, more than {MOST_UNCUT_BYTES}")
+        return (self._encode_batch(_Batch(0, [text[start:stop]]))[0] for start, stop in pairwise(stops))
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """The text of the ids. Control ids, symbols of `--control-symbol` and `--reserve` among them, give no text,
@@ -347,10 +341,23 @@ def _joined_characters(model: bytes) -> frozenset[str] | None:
     file = ModelFile.parse(model)
     if file.add_dummy_prefix or not file.byte_fallback:
         return None
-    pieces = (
-        file.pieces[token_id].replace(SPACE_MARK, " ") for token_id in np.flatnonzero(file.types == PieceType.NORMAL)
-    )
+    pieces = (piece.replace(SPACE_MARK, " ") for piece in file.pieces)  # of all kinds: a symbol is not cut either
     return frozenset(pair for piece in pieces for pair in map(operator.add, piece, piece[1:]))
+
+
+def _cut(text: bytes, place: int, joined: frozenset[str]) -> int:
+    """The first place from `place` on where a text may be cut, or its end."""
+    while place < len(text):
+        while place < len(text) and text[place] & 0xC0 == 0x80:  # within a character
+            place += 1
+        window = str(text[place : place + _WINDOW_BYTES], "utf-8", "ignore")  # a character cut off at its end is
+        for count, pair in enumerate(map(operator.add, window, window[1:]), 1):
+            if pair.replace(SPACE_MARK, " ") not in joined:
+                return place + len(window[:count].encode("utf-8"))
+        if len(window) < 2:
+            break
+        place += len(window[:-1].encode("utf-8"))
+    return len(text)
 
 
 def _batches(texts: Iterable[str]) -> Iterator[_Batch]:

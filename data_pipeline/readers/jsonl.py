@@ -25,6 +25,8 @@ from data_pipeline.readers.items import (
 from data_pipeline.readers.places import Piece
 
 _PART_BYTES = 1 << 20
+_LOOKED_AT_BYTES = 64 * 1024 * 1024
+"""Why a longer line is no sound JSON is not looked into: Python's parser takes twelve times its bytes."""
 _ESCAPE_BYTES = 12  # two surrogates, \\uD83D\\uDE00
 _BACKSLASH = ord("\\")
 
@@ -39,11 +41,16 @@ def read_jsonl(piece: Piece, lines: Iterable[bytes | int], text_field: str) -> I
             continue
         if position == 1 and piece.start == 0:
             line = line.removeprefix(BOM)
-        if len(line) > items.LONG_BYTES and (item := _read_long(line, shown, position, text_field)):
-            del line
-            yield item
-            del item
-            continue
+        if len(line) > items.LONG_BYTES:
+            item = _read_long(line, shown, position, text_field)
+            if item is None and len(line) > _LOOKED_AT_BYTES:
+                detail = f"{len(line)} bytes that are no sound JSON object"
+                item = Dropped(shown, position, "bad_json", detail)
+            if item is not None:
+                del line
+                yield item
+                del item
+                continue
         try:
             text = loads(line)[text_field]  # so are nearly all; others are looked at closely
         except (orjson.JSONDecodeError, KeyError, TypeError):

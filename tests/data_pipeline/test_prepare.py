@@ -187,6 +187,24 @@ def test_long_documents_give_the_same_bytes(
     assert tree(tmp_path / "long") == tree(tmp_path / "short")
 
 
+def test_a_document_that_cannot_be_cut_is_told_of_and_dropped(
+    tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond what bounded memory holds: nothing of it is written, and what stands around it is."""
+    joined = codec_module._joined_characters((tokenizer_folder / codec_module.MODEL_FILE).read_bytes())
+    letter = min(pair[0] for pair in joined or () if pair[0] == pair[1])
+    write_jsonl(tmp_path / "a.jsonl", ["some words", letter * 5000, "more words"])
+    monkeypatch.setattr(items, "LONG_BYTES", 2000)
+    monkeypatch.setattr(codec_module, "BATCH_BYTES", 700)
+    monkeypatch.setattr(codec_module, "MOST_UNCUT_BYTES", 3000)
+    prepare({"a": [tmp_path / "a.jsonl"]}, tokenizer_folder, tmp_path / "out", Options(validation_fraction=0))
+    manifest = json.loads((tmp_path / "out" / "a" / "manifest.json").read_text())
+    assert manifest["dropped"] == {"no_place_to_cut": 1}
+    assert manifest["documents_kept"] == 2
+    (entry,) = map(json.loads, (tmp_path / "out" / "a" / "ledger.jsonl").read_text().splitlines())
+    assert (entry["position"], entry["reason"]) == (2, "no_place_to_cut")
+
+
 MEASURED = """
 import re, sys
 from pathlib import Path

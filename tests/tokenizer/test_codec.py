@@ -595,8 +595,20 @@ def test_a_text_is_cut_in_no_piece(codec: Codec) -> None:
     piece = max((piece for piece, kind in zip(model.pieces, model.types, strict=True) if kind == 1), key=len)
     assert len(piece) > 3
     assert all(piece.replace("\u2581", " ")[place : place + 2] in joined for place in range(len(piece) - 1))
-    stop = codec._cut((piece + "\n" + piece).encode(), 1)
+    stop = codec_module._cut((piece + "\n" + piece).encode(), 1, joined)
     assert stop in (len(piece.encode()), len(piece.encode()) + 1, len((piece + "\n" + piece).encode()))
+
+
+def test_a_text_that_cannot_be_cut_is_refused_before_its_first_id(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec_module, "BATCH_BYTES", 10)
+    monkeypatch.setattr(codec_module, "MOST_UNCUT_BYTES", 1000)
+    joined = codec_module._joined_characters((codec.folder / codec_module.MODEL_FILE).read_bytes())
+    letters = min(pair[0] for pair in joined or () if pair[0] == pair[1]).encode() * 900
+    assert sum(map(len, codec.encode_long(b"some words\n" + letters))) > 0
+    with pytest.raises(codec_module.UncutTextError, match="bytes without a place to cut them, more than 1000"):
+        codec.encode_long(b"some words\n" + letters * 2)
 
 
 def test_what_depends_on_more_than_its_pieces_is_not_cut(

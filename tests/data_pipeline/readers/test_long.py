@@ -79,3 +79,18 @@ def test_a_name_is_not_taken_for_a_text(tmp_path: Path, monkeypatch: pytest.Monk
     assert read == short
     assert [one[1] for one in read] == ["ok", "ok", "ok", long, long, "non_string_text", "not_an_object", long]
     assert [isinstance(item, LongDocument) for item in both[1]] == [False] * 3 + [True] * 2 + [False] * 3
+
+
+def test_a_huge_line_that_is_no_sound_json_is_not_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = ['{"text": "kept %s"}' % ("x" * 90), '{"text": "bad %s"' % ("y" * 90), '{"text": "kept too"}']
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    monkeypatch.setattr(items, "LONG_BYTES", 50)
+    monkeypatch.setattr(jsonl, "_LOOKED_AT_BYTES", 80)
+    monkeypatch.setattr(jsonl, "_parse_line", lambda *_: pytest.fail("looked into"))
+    first, second, third = read_documents(path)
+    assert isinstance(first, Document)
+    assert isinstance(third, Document)
+    assert isinstance(second, Dropped)
+    assert (second.position, second.reason) == (2, "bad_json")
+    assert second.detail == f"{len(lines[1])} bytes that are no sound JSON object"

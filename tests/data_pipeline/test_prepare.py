@@ -197,6 +197,7 @@ def test_a_document_that_cannot_be_cut_is_told_of_and_dropped(
     monkeypatch.setattr(items, "LONG_BYTES", 2000)
     monkeypatch.setattr(codec_module, "BATCH_BYTES", 700)
     monkeypatch.setattr(codec_module, "MOST_UNCUT_BYTES", 3000)
+    monkeypatch.setattr(jsonl, "_PART_BYTES", 300)
     prepare({"a": [tmp_path / "a.jsonl"]}, tokenizer_folder, tmp_path / "out", Options(validation_fraction=0))
     manifest = json.loads((tmp_path / "out" / "a" / "manifest.json").read_text())
     assert manifest["dropped"] == {"no_place_to_cut": 1}

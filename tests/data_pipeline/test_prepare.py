@@ -201,7 +201,7 @@ def test_a_document_that_cannot_be_cut_is_told_of_and_dropped(
     prepare({"a": [tmp_path / "a.jsonl"]}, tokenizer_folder, tmp_path / "out", Options(validation_fraction=0))
     manifest = json.loads((tmp_path / "out" / "a" / "manifest.json").read_text())
     assert manifest["dropped"] == {"no_place_to_cut": 1}
-    assert manifest["documents_kept"] == 2
+    assert (manifest["documents_read"], manifest["splits"]["train"]["documents"]) == (3, 2)
     (entry,) = map(json.loads, (tmp_path / "out" / "a" / "ledger.jsonl").read_text().splitlines())
     assert (entry["position"], entry["reason"]) == (2, "no_place_to_cut")
 

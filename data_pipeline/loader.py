@@ -27,6 +27,7 @@ READ_AHEAD_WINDOWS = 256
 LOCATED_AT_ONCE = 4096  # at most; a loader begins with few, so that the first batch is there at once
 IGNORED_TARGET = -100
 _CLOSE_SECONDS = 10.0
+_LAST_SAMPLE = 2**62
 
 Int64Array = npt.NDArray[np.int64]
 Pieces: TypeAlias = Sequence[tuple[int, int]]  # (first, end) of the tokens read: targets, and the one before them
@@ -90,10 +91,10 @@ class Loader:
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} does not exist among {world_size} ranks")
-        if min(micro_batch_size, gradient_accumulation_steps, prefetch) < 1 or first_sample < 0:
+        if min(micro_batch_size, gradient_accumulation_steps, prefetch) < 1 or not 0 <= first_sample <= _LAST_SAMPLE:
             raise ValueError(
                 f"micro_batch_size {micro_batch_size}, gradient_accumulation_steps {gradient_accumulation_steps} and "
-                f"prefetch {prefetch} must be at least 1, first_sample {first_sample} at least 0"
+                f"prefetch {prefetch} must be at least 1, first_sample {first_sample} 0 to 2^62"
             )
         for name, tokens in order.tokens.items():
             if name not in streams:
@@ -334,6 +335,7 @@ class _Prefetcher(threading.Thread):
     def stop(self) -> None:
         self._stopped = True
         self._places.put(1)
+        self._ready.put([ValueError("this loader is closed")])  # for whoever waits for a batch just now
         if threading.current_thread() is not self:
             self.join(_CLOSE_SECONDS)
 

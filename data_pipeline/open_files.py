@@ -75,6 +75,15 @@ class OpenFiles:
                     _READ_LAST.pop(key, None)
 
 
+def _unlock() -> None:
+    """In a forked process, whose parent may have held the lock in another thread."""
+    global _LOCK
+    _LOCK = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_unlock)
+
+
 def _allowed() -> int:
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(_MOST, allowed // 2)) if allowed != resource.RLIM_INFINITY else _MOST

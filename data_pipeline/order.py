@@ -416,7 +416,7 @@ class SampleOrder:
     def locate_many(self, samples: npt.ArrayLike) -> Addresses:
         """What `locate` says of each of many samples, (n,) in any order: some tenths of a microsecond each.
 
-        ValueError when a sample is below 0.
+        ValueError when a sample is below 0, or when they span more epochs than 64 bits can number.
         """
         wanted = np.asarray(samples, np.int64).reshape(-1)
         if wanted.size and wanted.min() < 0:
@@ -430,6 +430,8 @@ class SampleOrder:
         epochs, positions = np.divmod(numbers, np.array([max(1, self.windows[name]) for name in names])[sources])
         # A pass is a source's epoch, here as one number: numpy sorts those far faster than pairs.
         first = int(epochs.min()) if epochs.size else 0
+        if epochs.size and int(epochs.max()) - first > _LARGEST_DOMAIN // len(names):
+            raise ValueError("these samples are of too many epochs to be located at once: ask for fewer")
         passes, which = np.unique((epochs - first) * len(names) + sources, return_inverse=True)
         permutations = []
         for one in passes.tolist():

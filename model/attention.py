@@ -82,9 +82,11 @@ class KVCache:
     def append(self, layer: int, k_bhtk: Tensor, v_bhtk: Tensor) -> tuple[Tensor, Tensor]:
         """Store one layer's new keys and values; give back views of that layer's slots, as many as the longest row has.
 
-        ValueError when they do not fit.
+        ValueError when they do not fit, or are of another number of rows.
         """
         tokens = k_bhtk.shape[2]
+        if k_bhtk.shape[0] != len(self.lengths):
+            raise ValueError(f"a KV cache of {len(self.lengths)} rows is given {k_bhtk.shape[0]}")
         start, stop = self.longest, self.longest + tokens
         if stop > self.max_tokens:
             raise ValueError(f"{stop} tokens do not fit a KV cache of {self.max_tokens}: allocate it larger")

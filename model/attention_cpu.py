@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_TOKENS = 1024  # beyond, torch's kernel is as fast (benchmarks/model.py)
@@ -39,6 +40,7 @@ class CausalAttentionOnCPU(torch.autograd.Function):
         return out_bhtk  # type: ignore[no-any-return]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_bhtk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """With P the probabilities, O the output and dO its gradient:
 

@@ -22,7 +22,7 @@ def _typed(name: str, kind: Any, value: Any) -> Any:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if type(value) is not kind and not (kind is float and type(value) is int):
         raise ModelConfigError(f"{name} = {_show(value)} must be of type {kind.__name__}, not {type(value).__name__}")
-    if is_number and not 0 < value < LIMITS[kind]:
+    if is_number and not (0 < value < LIMITS[kind] and kind(value) < LIMITS[kind]):
         raise ModelConfigError(f"{name} = {_show(value)} must be positive, finite and below {LIMITS[kind]:g}")
     return kind(value)
 

@@ -125,16 +125,27 @@ def _refuse_other_models(table: Mapping[str, Any]) -> None:
 
 
 def _rope_base(table: Mapping[str, Any]) -> Any:
-    """RoPE's base, where transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`) writes it."""
-    settings = table.get("rope_parameters") or table.get("rope_scaling") or {}
-    if not isinstance(settings, Mapping):
-        raise WeightsError(f"rope_parameters = {settings!r:.60} is no table")
-    kind = settings.get("rope_type", settings.get("type", "default"))
-    partial = settings.get("partial_rotary_factor", table.get("partial_rotary_factor", 1))
-    if kind != "default" or partial not in (None, 1):
-        what = f"type {kind!r}" if kind != "default" else f"partial_rotary_factor {partial!r}"
-        raise WeightsError(f"scales RoPE ({what}): this model's RoPE is plain, and covers the whole head")
-    return settings.get("rope_theta", table.get("rope_theta", 10000.0))
+    """RoPE's base, where transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`) writes it.
+
+    Both may stand there. Which of them counts depends on the version, so all must say the same: plain RoPE, one base.
+    """
+    bases = [table["rope_theta"]] if table.get("rope_theta") is not None else []
+    for name in ("rope_parameters", "rope_scaling"):
+        settings = table.get(name)
+        if settings is None:
+            continue
+        if not isinstance(settings, Mapping):
+            raise WeightsError(f"{name} = {settings!r:.60} is no table")
+        kind = settings.get("rope_type", settings.get("type", "default"))
+        partial = settings.get("partial_rotary_factor", table.get("partial_rotary_factor", 1))
+        if kind != "default" or partial not in (None, 1):
+            what = f"type {kind!r:.60}" if kind != "default" else f"partial_rotary_factor {partial!r:.60}"
+            raise WeightsError(f"scales RoPE ({name}: {what}): this model's RoPE is plain, and covers the whole head")
+        if settings.get("rope_theta") is not None:
+            bases.append(settings["rope_theta"])
+    if any(base != bases[0] for base in bases):
+        raise WeightsError(f"gives RoPE several bases ({', '.join(f'{base!r:.40}' for base in bases)}): leave one")
+    return bases[0] if bases else 10000.0
 
 
 # ---------------------------------------------------------------- names and shapes
@@ -221,13 +232,15 @@ def read_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
     """The weights of a folder that transformers wrote, by our names, in their own dtype and `config`'s RoPE layout.
 
     Every name, shape and dtype is checked before the first weight is read. Raises WeightsError: no safetensors, a file
-    damaged or cut short, a tensor missing, unknown, of another shape or dtype than `config` has it, or a head that is
-    said to be tied to the embedding and is another.
+    damaged or cut short, a tensor missing, unknown, of another shape or dtype than `config` has it, a weight that is
+    not finite, or a head that is said to be tied to the embedding and is another.
     """
     with ExitStack() as stack:
         places = _places(folder, stack)
         _check(folder, places, config)
         weights = {name: _tensor(places, their_name(name)) for name, _ in tensor_shapes(config)}
+        if broken := next((name for name, weight in weights.items() if not weight.isfinite().all()), None):
+            raise WeightsError(f"{folder}: {their_name(broken)} is not finite: the training that made it diverged")
         head = their_name("lm_head.weight")
         if config.tied and head in places and not _tensor(places, head).equal(weights["embed_tokens.weight"]):
             raise WeightsError(f"{folder}: {CONFIG} says tie_word_embeddings, but {head} is not the embedding")

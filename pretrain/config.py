@@ -310,15 +310,15 @@ def parse_recipe(table: Mapping[str, Any]) -> RunConfig:
 def to_toml(config: RunConfig) -> str:
     """The resolved recipe, every value written out; `parse_recipe(tomllib.loads(text))` gives an equal config."""
     tables: dict[str, dict[str, Any]] = {}
-    lines = [f"seed = {config.seed}"]
-    if config.initial_weights is not None:
-        lines.append(f"initial_weights = {_toml_value(config.initial_weights)}")
+    lines = []
     for name in RunConfig.model_fields:
         value = getattr(config, name)
         if isinstance(value, ModelConfig):
             tables[name] = value.to_dict()
         elif isinstance(value, BaseModel):
             tables[name] = value.model_dump(exclude_none=True)
+        elif value is not None:
+            lines.append(f"{name} = {_toml_value(value)}")
     for name, table in tables.items():
         stages = table.pop("stages", ())
         lines += ["", f"[{name}]"]

@@ -28,7 +28,7 @@ from model.huggingface import (
     write_weights,
 )
 from pretrain.checkpoint import find, load_weights, tokenizer_of, verify, write_imported
-from pretrain.run_directory import CheckpointError
+from pretrain.run_directory import CheckpointError, RunDirectory
 from tokenizer.codec import DESCRIPTION_FILE, Codec, refuse_occupied
 from tokenizer.export import EXPORTED_FILES, hf_files
 from tokenizer.folder import published, refuse_unwritable
@@ -156,6 +156,12 @@ def import_hf(
     files damaged or of two models, no tokenizer, an `out` that is occupied.
     """
     refuse_unwritable(out)
+    run = RunDirectory(out.absolute().parents[1])
+    if run.checkpoints == out.absolute().parent and run.recipe.exists():
+        raise CheckpointError(
+            f"{out} is among the checkpoints of a run, which could not resume from weights alone: name a place of "
+            "their own, and start a run from it with initial_weights"
+        )
     refuse_occupied(out, overwrite=overwrite, replaceable=_IMPORTED, kind="checkpoint")
     try:
         config = replace(_read_config(folder), rope_layout=rope_layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Iterable, Iterator
 from io import BytesIO
@@ -29,6 +30,7 @@ _LOOKED_AT_BYTES = 64 * 1024 * 1024
 """Why a longer line is no sound JSON is not looked into: Python's parser takes twelve times its bytes."""
 _ESCAPE_BYTES = 12  # two surrogates, \\uD83D\\uDE00
 _BACKSLASH = ord("\\")
+_KEY_ENDS = re.compile(rb"[ \t\r]*:")
 
 
 def read_jsonl(piece: Piece, lines: Iterable[bytes | int], text_field: str) -> Iterator[Document | Dropped]:
@@ -102,7 +104,7 @@ def _cut_out_strings(line: bytes) -> tuple[bytes, dict[str, tuple[int, int]]] | 
             return None
         place = stop + 1
         if stop - start > _PART_BYTES:
-            if line[place : place + 1024].lstrip(b" \t\r").startswith(b":"):
+            if _KEY_ENDS.match(line, place):
                 return None
             name = f"{prefix}-{len(strings)}"
             strings[name] = start, stop

@@ -357,6 +357,33 @@ def test_no_more_batches_are_made_than_asked_for_and_none_is_lost(prefetch: int)
         assert [next(loader).samples.tolist() for _ in range(20)] == [[2 * n, 2 * n + 1] for n in range(20)]
 
 
+def test_who_waits_for_a_batch_hears_that_the_loader_is_closed() -> None:
+    order, streams = one_source(1000)
+    reading, go_on, heard = threading.Event(), threading.Event(), []
+
+    def wait() -> None:
+        reading.set()
+        go_on.wait(120)
+
+    streams["a"].before_read = wait
+    loader = loader_of(order, streams)
+
+    def consume() -> None:
+        with pytest.raises(ValueError, match="closed"):
+            next(loader)
+        heard.append(True)
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    assert reading.wait(120)
+    closer = threading.Thread(target=loader.close)
+    closer.start()
+    consumer.join(120)
+    go_on.set()
+    closer.join(120)
+    assert heard == [True]
+
+
 def test_leaving_by_an_exception_ends_the_thread() -> None:
     order, streams = one_source(1000)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,3 +127,24 @@ def test_an_owner_that_is_collected_while_another_opens_does_no_harm(tmp_path: P
     with open_files._LOCK:
         gc.collect()
     assert all(key[0] != cycle[0]._owner for key in open_files._READ_LAST)  # type: ignore[attr-defined]
+
+
+def test_a_forked_process_is_not_locked_out(tmp_path: Path) -> None:
+    """Forked while another thread holds the lock, as it does at every read."""
+    (path,), held, done = files(tmp_path, 1), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with open_files._LOCK:
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0 if read(OpenFiles(), path) == 0 else 1)
+    done.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0

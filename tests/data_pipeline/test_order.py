@@ -512,3 +512,12 @@ def test_stages_still_to_come_may_be_planned_anew() -> None:
     assert difference(stored, new, consumed_samples=301) is not None
     assert difference(stored, staged(stages=STAGES[:1]).describe(), consumed_samples=138) is not None
     assert difference({"seed": 7}, stored) is not None
+
+
+def test_samples_too_far_apart_are_refused_not_mistaken() -> None:
+    tokens = {f"s{number:02}": 3 for number in range(64)}
+    order = SampleOrder(seed=1, seq_len=1, tokens=tokens, stages=[Stage(0, {"s00": 1.0})])
+    for sample in (0, 1, 2**59, 2**59 + 1, 2**62):
+        assert order.locate_many([sample]).windows.tolist() == [order.locate(sample).window]
+    with pytest.raises(ValueError, match="too many epochs"):
+        order.locate_many([0, 2**59])

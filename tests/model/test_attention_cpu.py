@@ -102,3 +102,11 @@ def test_when_it_is_used(case: str, uses_it: bool, monkeypatch: pytest.MonkeyPat
         out = attend(*given, mask, grouped=True)
     assert bool(calls) == uses_it
     assert float((out.detach() - by_torch(*given).detach()).abs().max()) < 2e-6
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """The number kept for each query would count as a constant."""
+    q, k, v = inputs(5, 2, 1)
+    (gradient,) = torch.autograd.grad(CausalAttentionOnCPU.apply(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

@@ -113,8 +113,12 @@ def test_transformers_4_spells_rope_otherwise_than_5(tiny_config: ModelConfig) -
         ({"mlp_bias": True}, "mlp_bias = true"),
         ({"hidden_act": "gelu"}, 'hidden_act = "gelu"'),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}}, "scales RoPE .type 'llama3'"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "scales RoPE .type 'linear'"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}}, "scales RoPE .*type 'llama3'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "scales RoPE .*type 'linear'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "scales RoPE .rope_scaling: type 'dynamic'"),
+        ({"rope_scaling": "x"}, "rope_scaling = 'x' is no table"),
+        ({"rope_theta": 5e5}, "gives RoPE several bases .500000.0, 10000.0.: leave one"),
+        ({"rms_norm_eps": 10**30}, "norm_eps = 1.*must be positive, finite and below 1e.30"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"rope_parameters": [1]}, "rope_parameters"),
         ({"num_attention_heads": 0}, "n_heads = 0 must be positive"),
@@ -289,6 +293,8 @@ def test_tensors_of_another_model_are_refused(folder: Path) -> None:
     refused(folder, "stored as I8: F32, BF16, F16 can be taken")
     changed(folder, lambda tensors: tensors.update({name: torch.zeros(256, 32, dtype=torch.bfloat16)}))
     refused(folder, "F32.*BF16.*in one dtype")
+    changed(folder, lambda tensors: tensors.update({name: torch.full((256, 32), float("nan"))}))
+    refused(folder, re.escape(f"{name} is not finite: the training that made it diverged"))
     changed(folder, lambda tensors: tensors.update({name: torch.zeros(256, 32), "model.extra": torch.zeros(2)}))
     refused(folder, r"holds model.extra \(1 such\)")
 

@@ -5,7 +5,7 @@ import tomllib
 import pytest
 from pydantic import ValidationError
 
-from pretrain.config import PROJECT_ROOT, RecipeError, from_root, load_recipe, parse_recipe, to_toml
+from pretrain.config import PROJECT_ROOT, RecipeError, RunConfig, from_root, load_recipe, parse_recipe, to_toml
 from tests.pretrain.recipe import TEXT, recipe
 
 
@@ -41,6 +41,10 @@ def test_every_value_survives_the_way_through_toml(path):
     assert parse_recipe(tomllib.loads(to_toml(config))) == config
     assert 'gradient_clipping = "off"' in to_toml(config)
     assert "max_tokens" not in to_toml(config)  # absent stays absent
+    changed = load_recipe(path, [stages, "compile=true", "initial_weights=runs/x", "evaluation.max_tokens=4096"])
+    assert parse_recipe(tomllib.loads(to_toml(changed))) == changed
+    left_out = set(RunConfig.model_fields) - set(tomllib.loads(to_toml(changed)))
+    assert not left_out
 
 
 @pytest.mark.parametrize(

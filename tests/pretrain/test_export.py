@@ -383,6 +383,15 @@ def test_faults_of_an_import_are_one_line_and_leave_nothing(tokenizer: Path, com
     assert {path.name for path in tmp_path.iterdir()} == {"theirs"}
 
 
+def test_weights_alone_are_not_put_among_the_checkpoints_of_a_run(
+    exported: Path, finished_run: Path, command: Command
+) -> None:
+    before = sorted((finished_run / "checkpoints").iterdir())
+    out = finished_run / "checkpoints" / "step-00000099"
+    refused(command("import", exported, "--out", out), "among the checkpoints of a run", "initial_weights")
+    assert sorted((finished_run / "checkpoints").iterdir()) == before
+
+
 def test_faults_of_a_config_file_and_a_tokenizer_are_told(tokenizer: Path, tmp_path: Path) -> None:
     folder, out = theirs(tmp_path, tokenizer, vocab_size=600), tmp_path / "out"
 

@@ -94,3 +94,14 @@ def test_a_huge_line_that_is_no_sound_json_is_not_looked_into(tmp_path: Path, mo
     assert isinstance(second, Dropped)
     assert (second.position, second.reason) == (2, "bad_json")
     assert second.detail == f"{len(lines[1])} bytes that are no sound JSON object"
+
+
+def test_a_long_key_is_none_of_the_long_strings_however_far_its_colon_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"' + b"k" * 90 + b'"' + b" \t" * 2000 + b': 1}\n{"text": "t", "' + b"k" * 90 + b'"  : 2}\n')
+    short, long = read_both(path, monkeypatch)
+    assert list(map(facts, long)) == list(map(facts, short))
+    assert isinstance(short[0], Dropped)
+    assert "kkk" in short[0].detail

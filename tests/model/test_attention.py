@@ -90,6 +90,13 @@ def test_the_cache_holds_kv_heads_only_and_gives_views(tiny_config: ModelConfig)
         cache.append(1, torch.ones(2, 2, 7, 64), torch.ones(2, 2, 7, 64))
 
 
+def test_a_cache_takes_its_own_number_of_rows(tiny_config: ModelConfig) -> None:
+    cache = KVCache(tiny_config, batch_size=2, max_tokens=9)
+    one_row = torch.zeros(1, tiny_config.n_kv_heads, 3, tiny_config.head_dim)
+    with pytest.raises(ValueError, match="a KV cache of 2 rows is given 1"):
+        cache.append(0, one_row, one_row)
+
+
 def test_rows_of_the_cache_have_their_own_lengths(tiny_config: ModelConfig) -> None:
     cache = KVCache(tiny_config, batch_size=3, max_tokens=9)
     assert cache.is_even
@@ -118,13 +125,6 @@ def test_rows_of_the_cache_have_their_own_lengths(tiny_config: ModelConfig) -> N
 
 
 @pytest.mark.parametrize("lengths", [[4, 2], [3], [3, 2, 1], [-1, 2]])
-def test_a_cache_takes_its_own_number_of_rows(tiny_config: ModelConfig) -> None:
-    cache = KVCache(tiny_config, batch_size=2, max_tokens=9)
-    one_row = torch.zeros(1, tiny_config.n_kv_heads, 3, tiny_config.head_dim)
-    with pytest.raises(ValueError, match="a KV cache of 2 rows is given 1"):
-        cache.append(0, one_row, one_row)
-
-
 def test_rows_are_cut_to_what_they_have(tiny_config: ModelConfig, lengths: list[int]) -> None:
     cache = KVCache(tiny_config, batch_size=2, max_tokens=9)
     cache.advance(3)

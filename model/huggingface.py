@@ -10,6 +10,7 @@ Hugging Face pairs dimension i with i + head_dim/2; weights of the other RoPE la
 
 import errno
 import json
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,6 +29,7 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_METADATA = {"format": "pt"}  # transformers opens no file that doesn't say so
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # as safetensors writes them
@@ -190,12 +192,12 @@ def write_weights(folder: Path, weights: Mapping[str, Tensor], config: ModelConf
     named = {their_name(name): weights[name].contiguous() for name, _ in tensor_shapes(config)}
     shards = _shards(named, max_shard_bytes)
     if len(shards) == 1:
-        _save(named, folder / WEIGHTS)
+        save_tensors(named, folder / WEIGHTS, _METADATA)
         return
     weight_map = {}
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _save({name: named[name] for name in names}, folder / file)
+        save_tensors({name: named[name] for name in names}, folder / file, _METADATA)
         weight_map.update(dict.fromkeys(names, file))
     metadata = {
         "total_size": sum(tensor.nbytes for tensor in named.values()),
@@ -218,11 +220,18 @@ def _shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[list[st
     return shards
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file that those may read who may read any new file here. Raises OSError.
+
+    safetensors alone leaves it to its owner (mode 0600), whatever the umask.
+    """
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
     try:
-        save_file(tensors, path, metadata={"format": "pt"})  # transformers opens no file that doesn't say so
+        save_file(dict(tensors), path, metadata=metadata)
     except SafetensorError as error:
         raise OSError(errno.EIO, str(error)) from error
+    path.chmod(mode)
 
 
 # ---------------------------------------------------------------- in

@@ -33,12 +33,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from data_pipeline.durable import file_sha256, sync_folder
 from data_pipeline.order import difference
 from model.config import ModelConfig, ModelConfigError
+from model.huggingface import save_tensors
 from pretrain.batching import BatchPlan
 from pretrain.run_directory import CheckpointError, RunDirectory, write_text
 from pretrain.runtime import Ranks
@@ -96,7 +96,7 @@ class Checkpoints:
             torch.save(torch.get_rng_state(), partial / f"rng-{self.ranks.rank:05d}.pt")
             weights = engine.gather_weights()
             if self.ranks.is_first:
-                save_file(weights, partial / "weights.safetensors")
+                save_tensors(weights, partial / "weights.safetensors")
                 (partial / "model.json").write_text(json.dumps(engine.model_config.to_dict(), indent=2) + "\n")
                 (partial / "state.json").write_text(json.dumps({**asdict(state), **identity}, indent=2) + "\n")
             del weights
@@ -387,10 +387,7 @@ def refuse_other_model(path: Path, config: ModelConfig) -> None:
 
 def write_imported(folder: Path, config: ModelConfig, weights: Mapping[str, torch.Tensor], codec: Codec) -> None:
     """Make a checkpoint without a run in an empty folder: weights as they are, sizes, tokenizer, manifest."""
-    try:
-        save_file(dict(weights), folder / "weights.safetensors")
-    except SafetensorError as error:
-        raise OSError(errno.EIO, str(error)) from error
+    save_tensors(weights, folder / "weights.safetensors")
     (folder / "model.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
     codec.copy_to(folder / "tokenizer")
     files = {
@@ -406,11 +403,11 @@ def write_imported(folder: Path, config: ModelConfig, weights: Mapping[str, torc
 def _full_disk_told(partial: Path) -> Iterator[None]:
     """Say in one line that the disk is full, however the writer that met it put it, and give back what was written.
 
-    torch and safetensors report it as errors of their own kinds, some without a word of the disk.
+    torch and safetensors report it in words of their own, some without one of the disk.
     """
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except (OSError, RuntimeError) as error:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         free_bytes = shutil.disk_usage(partial.parent).free
         if not full and free_bytes >= 2**20 and "No space left" not in str(error):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -226,6 +227,19 @@ def test_a_preset_is_theirs_both_ways(name: str, tmp_path: Path) -> None:
     llama.save_pretrained(tmp_path / "theirs")
     into = assert_equal_logits(read(tmp_path / "theirs"), llama)
     print(f"{name}: max |difference of logits| {out:.2e} out, {into:.2e} in")
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_the_umask_says_who_may_read_the_weights(tiny: Transformer, tmp_path: Path, umask: int, mode: int) -> None:
+    earlier = os.umask(umask)
+    try:
+        write(tmp_path / "whole", tiny)
+        write(tmp_path / "cut", tiny, max_shard_bytes=200_000)
+    finally:
+        os.umask(earlier)
+    weights = list(tmp_path.rglob("*.safetensors"))
+    assert len(weights) > 2
+    assert {path.stat().st_mode & 0o777 for path in weights} == {mode}
 
 
 # ---------------------------------------------------------------- RoPE layouts

@@ -204,6 +204,7 @@ def test_a_checkpoint_alone_says_what_it_lacks(run: tuple[Path, dict[str, Any]],
 def test_the_plain_weights_are_those_the_engine_computed_with(run: tuple[Path, dict[str, Any]]) -> None:
     """weights.safetensors against DeepSpeed's own file; the tie is one tensor, stored once."""
     path, _ = run
+    assert (find(path) / "weights.safetensors").stat().st_mode == (find(path) / "model.json").stat().st_mode
     model = load_model(path)
     assert model.lm_head.weight is model.embed_tokens.weight
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

@@ -138,7 +138,10 @@ def import_tokens(
         raise DataFormatError(f"source {unnamed[0]!r} has --validation files and no --train files")
     for split, sources in named:
         for name, paths in sources.items():
+            _refuse_what_is_no_file(form, paths)
             readers[name][split] = MegatronReader(paths) if form == "megatron" else FlatReader(form, paths, eos)
+            if not readers[name][split].files:  # a pattern that met folders alone
+                raise DataFormatError(f"{paths[0]}: is no file; name a file or a pattern of files")
     options = {"converted_from": form, "eos": eos, "validation_fraction": validation_fraction}
     with telling_full_disk(out), _whole_or_nothing(out) as folder:
         codec.copy_to(folder / TOKENIZER_FOLDER)
@@ -158,6 +161,13 @@ def import_tokens(
         write_file(folder / MANIFEST_NAME, render_manifest(collection))
         open_collection(folder)
     return open_collection(out)
+
+
+def _refuse_what_is_no_file(form: Format, paths: Sequence[Path]) -> None:
+    """DataFormatError for a folder, a device, a name that is empty. A Megatron prefix may be a folder's name too."""
+    for path in paths:
+        if not path.name or (form != "megatron" and path.exists() and not path.is_file()):
+            raise DataFormatError(f"{path}: is no file; name a file or a pattern of files")
 
 
 def _tokenizer_facts(one: Codec | Collection) -> dict[str, Any]:
@@ -206,6 +216,8 @@ class _Import:
             split: {key: sum(getattr(one, key) for one in shards) for key in ("tokens", "documents", "text_bytes")}
             for split, shards in self.shards.items()
         }
+        if not any(one["documents"] for one in sums.values()):
+            raise DataFormatError(f"source {self.folder.name!r} holds no document ({files[0]['path']})")
         path = self.folder / LEDGER_NAME
         return {
             "format": DATASET_FORMAT,

@@ -387,6 +387,20 @@ def test_a_damaged_flat_file_is_one_line(
     assert_refused({"x": [tmp_path / "x.bin"]}, form, tokenizer_folder, tmp_path, words)
 
 
+@pytest.mark.parametrize("form", ["nanogpt", "llmc"])
+def test_what_is_no_file_is_one_line(tokenizer_folder: Path, tmp_path: Path, form: Format) -> None:
+    (tmp_path / "in" / "folder").mkdir(parents=True)
+    for place in (tmp_path / "in", tmp_path / "in" / "*", Path(), Path("/dev/null")):
+        assert_refused({"x": [place]}, form, tokenizer_folder, tmp_path, f"{place}: is no file")
+
+
+def test_a_megatron_set_without_documents_is_one_line(tokenizer_folder: Path, tmp_path: Path) -> None:
+    write_megatron(tmp_path / "bad", lengths=[], pointers=[], documents=[0], tokens=[])
+    assert_refused({"x": [tmp_path / "bad"]}, "megatron", tokenizer_folder, tmp_path, "'x' holds no document")
+    for place in (Path(), Path("/")):
+        assert_refused({"x": [place]}, "megatron", tokenizer_folder, tmp_path, f"{place}: is no file")
+
+
 def test_a_row_without_eos_is_not_taken_into_memory(
     tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

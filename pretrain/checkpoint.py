@@ -170,6 +170,11 @@ def choose(
     chosen = newest_whole(folder, say)
     if resume != "auto":
         wanted = Path(resume).resolve()
+        if not any((wanted / name).exists() for name in ("manifest.json", "engine")):
+            raise CheckpointError(
+                f"--resume {resume}: no checkpoint there; say auto, never, or the folder of a checkpoint, such as "
+                "runs/a/checkpoints/step-00001000"
+            )
         verify(wanted)
         if not (wanted / "engine").is_dir():
             raise CheckpointError(

@@ -189,7 +189,7 @@ def test_resume_never_and_resume_from_a_path(run: tuple[Path, dict[str, Any]], t
     assert choose(folder, str(folder / "step-00000008"), ours) == folder / "step-00000008"
     with pytest.raises(CheckpointError, match="choose another --run"):
         choose(folder, str(folder / "step-00000004"), ours)
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(CheckpointError, match="nowhere: no checkpoint there; say auto, never, or the folder of a"):
         choose(folder, str(tmp_path / "nowhere"), ours)
 
 

@@ -49,7 +49,8 @@ def launched(
 @app.command(
     epilog="\b\nExamples:\n  python -m pretrain plan pretrain/recipes/mini.toml\n"
     "  python -m pretrain plan pretrain/recipes/0.5b.toml --world-size 8 --device-memory 24GB\n"
-    "  python -m pretrain plan pretrain/recipes/0.5b.toml --set deepspeed.config=ds_configs/zero3.json --json"
+    "  python -m pretrain plan pretrain/recipes/0.5b.toml --set deepspeed.config=ds_configs/zero3.json --json\n"
+    "  python -m pretrain plan recipe.toml --check-data"
 )
 def plan(
     recipe: Recipe,
@@ -62,7 +63,7 @@ def plan(
         bool,
         typer.Option(
             "--check-data",
-            help="Also open the data and the tokenizer, as a run would: mixture, epochs, what packing cuts.",
+            help="Also open data, tokenizer and initial_weights, as a run would: mixture, epochs, what packing cuts.",
         ),
     ] = False,
     overrides: Overrides = None,
@@ -80,9 +81,13 @@ def plan(
     if check_data:
         from data_pipeline.packing_plan import packing_figures
         from pretrain.plan import Reading
-        from pretrain.train import Inputs
+        from pretrain.train import Inputs, initial_weights
 
         inputs = Inputs.check(config, world_size)
+        initial = initial_weights(inputs)
+        report["initial_weights"] = None if initial is None else str(initial)
+        if initial is not None:
+            lines += ["", f"initial weights from {initial}, checked"]
         packing, seq_len = config.data.packing, config.model.seq_len
         figures = packing_figures(inputs.collection, packing, seq_len, inputs.packed)
         report["packing"] = {name: one.to_dict() for name, one in figures.items()}

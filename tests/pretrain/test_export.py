@@ -26,7 +26,7 @@ from model.huggingface import to_config
 from model.transformer import Transformer
 from pretrain.__main__ import main
 from pretrain.checkpoint import TrainState, find, load_model, load_weights, verify
-from pretrain.config import parse_recipe
+from pretrain.config import parse_recipe, to_toml
 from pretrain.evaluate import evaluate_checkpoint
 from pretrain.export import export_hf, import_hf
 from pretrain.export_gguf import export_gguf
@@ -488,6 +488,20 @@ def test_a_run_from_other_weights_is_refused_before_it_begins(
     fails("weights.safetensors is damaged", model=sizes())
     (imported / "weights.safetensors").write_bytes(weights)
     assert begin({**tables, "model": sizes(seq_len=32)}, runs / "x") == imported
+
+
+def test_a_plan_checks_the_initial_weights(
+    exported: Path, tiny_recipe: Tables, command: Command, tmp_path: Path
+) -> None:
+    imported, recipe = tmp_path / "imported", tmp_path / "recipe.toml"
+    import_hf(exported, imported, tokenizer=None, rope_layout="rotate_half")
+    recipe.write_text(to_toml(parse_recipe({**quiet(tiny_recipe), "initial_weights": str(imported)})))
+    code, text, errors = command("plan", recipe, "--check-data")
+    assert (code, errors) == (0, "")
+    assert f"initial weights from {imported}, checked" in text
+    for change, words in (("initial_weights=nowhere", "nowhere does not exist"), ("model.n_layers=3", "n_layers = 2")):
+        assert command("plan", recipe, "--set", change)[0] == 0
+        refused(command("plan", recipe, "--check-data", "--set", change), words)
 
 
 def test_a_run_does_not_resume_in_the_other_layout(finished_run: Path, tiny_recipe: Tables, tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def inspect_command(
     split: Annotated[str, typer.Option(help="train or validation.")] = "train",
     document: Annotated[int | None, typer.Option(help="Show this document (0 is the first).")] = None,
     window: Annotated[int | None, typer.Option(help="Show this training window (0 is the first).")] = None,
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens in a window.")] = 1024,
+    seq_len: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Tokens in a window.")] = 1024,
     ids: Annotated[bool, typer.Option("--ids", help="Show the token ids too.")] = False,
     no_files: Annotated[bool, typer.Option("--no-files", help="Do not look for the documents' source files.")] = False,
     card: Annotated[Path | None, typer.Option(help="Write a data card (Markdown) to this file.")] = None,
@@ -497,12 +497,15 @@ def _count_epochs(collection: Collection, run: Path | None, seq_len: int, seed: 
 
 
 def _write_card(collection: Collection, card: Path | None, plot: Path | None, seq_len: int) -> None:
-    from data_pipeline.card import check_picture, make_card, plot_lengths, render_card
+    from data_pipeline.card import check_picture, check_target, make_card, plot_lengths, render_card
     from data_pipeline.durable import telling_full_disk, write_file
     from data_pipeline.inspection import choose_codec
 
     if plot is not None:
         check_picture(plot)
+    for target in (card, plot):
+        if target is not None:
+            check_target(target)
     made = make_card(collection, choose_codec(collection), seq_len=seq_len)
     if plot is not None:
         with telling_full_disk(plot):

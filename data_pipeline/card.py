@@ -7,6 +7,7 @@ of documents by the language that each is mostly in, and shares of characters by
 from __future__ import annotations
 
 import io
+import os
 import random
 import unicodedata
 from collections import Counter
@@ -286,6 +287,18 @@ def _table_of_shares(of: str, by_source: dict[str, dict[str, float]]) -> list[st
         rest = ["others below 0.1%"] if len(shown) < len(shares) else []
         lines.append(f"| {name} | {', '.join(shown + rest)} |")
     return lines
+
+
+def check_target(path: Path) -> None:
+    """DataFormatError unless a card or picture can be written to this name; a plain file of this name is replaced."""
+    if not path.name:
+        raise DataFormatError(f"{path}: is no name of a file to write; choose one, such as card.md")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise DataFormatError(f"{path}: exists already and is no plain file; choose another name")
+    if not path.parent.is_dir():
+        raise DataFormatError(f"{path}: there is no folder {path.parent}; make it first")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise DataFormatError(f"{path}: the folder {path.parent} cannot be written to")
 
 
 def check_picture(path: Path) -> None:

@@ -177,8 +177,10 @@ def prepare_command(
     print_summary(report.collection)
     if tasks is not None:
         print(f"{report.units:,} units, done by {executor} in {tasks:,} parts")
-    elif report.units_done_before == report.units:
+    elif report.found_whole:
         print(f"{out} was complete already; checked (sizes, headers, manifests)")
+    elif report.units_done_before == report.units:
+        print(f"all {report.units:,} units were done before; wrote the manifests that make {out} a collection")
     else:
         print(done_text(report))
 

@@ -50,9 +50,13 @@ __all__ = ["Options", "Part", "PartReport", "PrepareError", "PrepareReport", "pa
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """What a run of `prepare` did. Bytes are UTF-8 bytes of text, and tokens include EOS, of this run alone."""
+    """What a run of `prepare` did. Bytes are UTF-8 bytes of text, and tokens include EOS, of this run alone.
+
+    found_whole: the collection had its manifest already, and was only checked.
+    """
 
     collection: Collection
+    found_whole: bool
     units: int
     units_done_before: int
     text_bytes: int
@@ -170,8 +174,9 @@ def prepare(
             _finish(work)
         collection = open_collection(out)
         _remove_receipts(work.place)
+    seconds = time.monotonic() - began_at
     return PrepareReport(
-        collection, len(work.units), work.done_before, work.text_bytes, work.tokens, time.monotonic() - began_at
+        collection, work.is_whole, len(work.units), work.done_before, work.text_bytes, work.tokens, seconds
     )
 
 

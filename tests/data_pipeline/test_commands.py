@@ -73,6 +73,21 @@ def test_a_second_run_finds_it_complete(
     assert report["sources"]["en"]["train"]["documents"] + report["sources"]["en"]["validation"]["documents"] == 39
 
 
+def test_the_call_behind_all_parts_says_that_it_wrote_the_manifests(
+    corpus_file: Path, tokenizer_folder: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    arguments = ["prepare", f"en={corpus_file}", "--tokenizer", tokenizer_folder, "--out", tmp_path / "x",
+                 "--unit-bytes", 50000]  # fmt: skip
+    for part in ("1/2", "2/2"):
+        assert run(monkeypatch, capsys, *arguments, "--units", part)[0] == 0
+    code, out, _ = run(monkeypatch, capsys, *arguments)
+    assert code == 0
+    assert f"units were done before; wrote the manifests that make {tmp_path / 'x'} a collection\n" in out
+    assert "complete already" not in out
+    assert "complete already" in run(monkeypatch, capsys, *arguments)[1]
+
+
 def test_verify_says_ok_or_names_file_and_fault(
     collection: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,7 @@ def test_parts_in_any_order_make_the_same_bytes(
     assert rounds[0][-1].units_unhashed == rounds[-1][-1].units_left == 0
     last = prepare(inputs, tokenizer_folder, out, options)
     assert last.units_done_before == last.units > 20
+    assert not last.found_whole
     assert data(out) == whole
     after = prepare_part(inputs, tokenizer_folder, out, options, part=Part(2, 3))
     assert (after.units_left, after.tokens, after.units_done_before) == (0, 0, after.units)

@@ -223,7 +223,7 @@ def generate(
     """Continue prompts with the model of a run or checkpoint, by the tokenizer that the run carries."""
     from pretrain.generate import continue_prompts
 
-    for prompt, continuation in continue_prompts(
+    continued = continue_prompts(
         checkpoint,
         prompts,
         max_new_tokens=max_new_tokens,
@@ -232,12 +232,14 @@ def generate(
         top_p=top_p,
         seed=seed,
         accelerator=os.environ.get("DS_ACCELERATOR"),
-    ):
-        print(
-            json.dumps({"prompt": prompt, "continuation": continuation}, ensure_ascii=False)
-            if as_json
-            else prompt + continuation
-        )
+    )
+    for number, (prompt, continuation) in enumerate(continued, 1):
+        if as_json:
+            print(json.dumps({"prompt": prompt, "continuation": continuation}, ensure_ascii=False))
+            continue
+        if len(prompts) > 1:
+            print(f"──── prompt {number} of {len(prompts)} ────")
+        print(prompt + continuation)
 
 
 class _Format(StrEnum):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from pretrain.__main__ import main
 from pretrain.config import RecipeError
 from pretrain.generate import BATCH_SIZE, continue_prompts
 from tests.pretrain.test_resume import train_case
@@ -53,6 +54,22 @@ def test_a_text_does_not_depend_on_the_other_prompts(run: Path, temperature: flo
     alone = dict(pair for one in PROMPTS for pair in continue_prompts(run, [one], temperature=temperature, **SETTINGS))
     together = list(continue_prompts(run, prompts, temperature=temperature, **SETTINGS))
     assert together == [(prompt, alone[prompt]) for prompt in prompts]
+
+
+def test_the_text_says_which_prompt_it_continues(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*arguments: str) -> str:
+        monkeypatch.setattr("sys.argv", ["pretrain", "generate", str(run), "--max-new-tokens", "4", *arguments])
+        with pytest.raises(SystemExit, match=r"^(0|None)$"):
+            main()
+        return capsys.readouterr().out
+
+    one, other = said("--prompt", "a"), said("--prompt", "It is")
+    assert one.startswith("a")
+    both = ("--prompt", "a", "--prompt", "It is")
+    assert said(*both) == f"──── prompt 1 of 2 ────\n{one}──── prompt 2 of 2 ────\n{other}"
+    assert "────" not in said(*both, "--json")
 
 
 @pytest.mark.parametrize(

@@ -336,13 +336,13 @@ def pack_command(
 def trace_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory of `pretrain run`.")],
     step: Annotated[
-        int | None, typer.Option(min=1, help="List the documents that this step read (1 is the first).")
+        int | None, typer.Option(min=1, max=2**31 - 1, help="List the documents that this step read (1 is the first).")
     ] = None,
     doc: Annotated[
         str | None, typer.Option(metavar="[SOURCE:]D", help="List the steps that read this document of training text.")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=0, help="For --doc: look at so many steps; else at all so far.")
+        int | None, typer.Option(min=0, max=2**31 - 1, help="For --doc: look at so many steps; else at all so far.")
     ] = None,
     data: Annotated[
         Path | None, typer.Option(help="The collection, where it is no longer where the recipe says.")
@@ -487,6 +487,10 @@ def _count_epochs(collection: Collection, run: Path | None, seq_len: int, seed: 
         recorded = read_run(run, collection.path)
         order, micro_batch_size = recorded.order, recorded.micro_batch_size
         samples = recorded.max_steps * recorded.global_batch_size
+        if samples > 2**62:
+            raise DataFormatError(
+                f"{run}: max_steps {recorded.max_steps:,} are too many to count; 2^62 samples are not"
+            )
     else:
         tokens = {name: source.splits["train"].tokens for name, source in collection.sources.items()}
         try:

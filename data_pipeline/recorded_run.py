@@ -21,6 +21,8 @@ from data_pipeline.shards import Collection, DataFormatError, open_collection
 
 _ROOT = Path(__file__).resolve().parents[1]
 _TAIL_BYTES = 1 << 16
+_SIZES = range(1, 2**31)
+_COUNTS = range(2**62 + 1)
 
 
 @dataclass(frozen=True)
@@ -54,35 +56,55 @@ def read_run(path: Path, data: Path | None = None) -> RecordedRun:
         recipe = tomllib.loads(recipe_path.read_bytes().decode())
     except FileNotFoundError:
         raise DataFormatError(f"{path}: not a run directory; it has no recipe.toml") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataFormatError(f"{recipe_path}: damaged: {error}") from None
     state_path, state = _newest_state(path / "checkpoints")
     try:
         where = data or _ROOT / recipe["data"]["path"]
-        seq_len, batch = recipe["model"]["seq_len"], recipe["batch"]
-        stages = [Stage(one["from_tokens"] // seq_len, one["weights"]) for one in recipe["data"].get("stages", [])]
-        sizes = (batch["global_batch_size"], batch["micro_batch_size"])
-        seed, max_steps = recipe["seed"], recipe["schedule"]["max_steps"]
+        batch, schedule, planned = recipe["batch"], recipe["schedule"], recipe["data"].get("stages", [])
+        seq_len = _whole(recipe["model"]["seq_len"], _SIZES, f"{recipe_path}: model.seq_len")
+        global_batch_size = _whole(batch["global_batch_size"], _SIZES, f"{recipe_path}: batch.global_batch_size")
+        micro_batch_size = _whole(batch["micro_batch_size"], _SIZES, f"{recipe_path}: batch.micro_batch_size")
+        max_steps = _whole(schedule["max_steps"], _COUNTS[1:], f"{recipe_path}: schedule.max_steps")
+        seed = _whole(recipe["seed"], range(2**64), f"{recipe_path}: seed")
+        stages = [_stage(one, seq_len, f"{recipe_path}: data.stages") for one in planned]
         wanted = recipe["data"].get("packing", "concat")
     except (KeyError, TypeError):
-        raise DataFormatError(f"{recipe_path}: a key of the data, batch or schedule is missing") from None
+        raise DataFormatError(
+            f"{recipe_path}: a key of the data, batch or schedule is missing or of the wrong kind"
+        ) from None
     packing = next((one for one in PACKING_MODES if one == wanted), None)
     if packing is None:
         raise DataFormatError(f"{recipe_path}: data.packing is {wanted!r}, none of {', '.join(PACKING_MODES)}")
+    if "\0" in str(where):
+        raise DataFormatError(f"{recipe_path}: data.path holds a zero byte")
     collection = open_collection(where)
     try:
         order, plan = read_order(collection, packing=packing, seed=seed, seq_len=seq_len, stages=stages)
     except DataFormatError:  # it names the plan and what to do
         raise
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise DataFormatError(f"{recipe_path} does not fit {where}: {error}") from None
     if state is not None:
-        _refuse_other_data(state, order, collection, sizes[0], state_path)
+        _refuse_other_data(state, order, collection, global_batch_size, state_path)
     step = max(_last_step(path / "metrics.jsonl"), 0 if state is None else state["global_step"])
     return RecordedRun(
-        path, collection, order, plan, *sizes, step=step, max_steps=max_steps,
+        path, collection, order, plan, global_batch_size, micro_batch_size, step=step, max_steps=max_steps,
         checked_against=None if state is None else state_path.parent,
     )  # fmt: skip
+
+
+def _whole(value: object, allowed: range, what: str) -> int:
+    """The number, if it is a whole one of those allowed; DataFormatError if not."""
+    if type(value) is not int or value not in allowed:  # True is no number here
+        raise DataFormatError(f"{what} must be a whole number from {allowed[0]:,} to {allowed[-1]:,}")
+    return value
+
+
+def _stage(table: dict[str, Any], seq_len: int, what: str) -> Stage:
+    if not isinstance(table["weights"], Mapping):
+        raise TypeError
+    return Stage(_whole(table["from_tokens"], _COUNTS, f"{what}: from_tokens") // seq_len, table["weights"])
 
 
 def _newest_state(checkpoints: Path) -> tuple[Path, dict[str, Any] | None]:
@@ -93,10 +115,12 @@ def _newest_state(checkpoints: Path) -> tuple[Path, dict[str, Any] | None]:
     path = checkpoints / latest.read_text(errors="replace").strip() / "state.json"
     try:
         state = json.loads(path.read_bytes())
-        if not isinstance(state["order"], Mapping) or not isinstance(state["global_step"], int):
+        if not isinstance(state["order"], Mapping):
             raise TypeError
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise DataFormatError(f"{path}: missing or damaged, and {latest} names it as the newest checkpoint") from None
+    for key in ("global_step", "consumed_samples"):
+        _whole(state.get(key), _COUNTS, f"{path}: damaged: {key}")
     return path, state
 
 
@@ -106,7 +130,7 @@ def _refuse_other_data(
     stored = {key: value for key, value in state["order"].items() if key != "content_sha256"}
     try:
         found = difference(stored, order.describe(), consumed_samples=state["consumed_samples"])
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, RecursionError):
         raise DataFormatError(f"{where}: damaged: it has no order of data") from None
     if found:
         raise DataFormatError(f"{collection.path} is not what this run reads, says {where}: {found}")
@@ -122,7 +146,7 @@ def _refuse_other_data(
 
 
 def _last_step(metrics: Path) -> int:
-    """The step of the last training record; 0 where there is none."""
+    """The step of the last training record; 0 where there is none. DataFormatError: a record that is damaged."""
     if not metrics.exists():
         return 0
     with metrics.open("rb") as file:
@@ -133,6 +157,8 @@ def _last_step(metrics: Path) -> int:
             record = json.loads(line)
         except ValueError:  # half a line, at the start of what was read or where a kill left it
             continue
-        if isinstance(record, dict) and record.get("kind") == "train" and isinstance(record.get("step"), int):
-            return int(record["step"])
+        except RecursionError:
+            raise DataFormatError(f"{metrics}: damaged: a line of brackets within brackets") from None
+        if isinstance(record, dict) and record.get("kind") == "train":
+            return _whole(record.get("step"), _COUNTS, f"{metrics}: damaged: step")
     return 0

@@ -244,6 +244,10 @@ def edit_state(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
         (lambda state: state.update(global_batch_size=8), "a global batch of 8, recipe.toml 6"),
         (lambda state: state.update(order=3), "missing or damaged"),
         (lambda state: state.pop("consumed_samples"), "damaged"),
+        (lambda state: state.update(consumed_samples="108"), "damaged: consumed_samples must be a whole number"),
+        (lambda state: state.update(global_step=10**30), "damaged: global_step must be a whole number"),
+        (lambda state: state.update(global_step=True), "damaged: global_step must be a whole number"),
+        (lambda state: state["order"].update(stages=[3]), "damaged"),
     ],
 )
 def test_data_that_is_not_the_runs_is_refused(
@@ -282,6 +286,8 @@ def test_a_collection_that_moved_can_be_named(made: MadeRun, tmp_path: Path, run
         ([], "say --step N or --doc"),
         (["--step", "1", "--doc", "files:0"], "one of the two"),
         (["--step", "0"], "--step"),
+        (["--step", str(2**62)], "--step"),
+        (["--doc", "files:0", "--steps", str(2**62)], "--steps"),
         (["--doc", "files"], "say SOURCE:D"),
         (["--doc", "files:-1"], "say SOURCE:D"),
         (["--doc", "fr:0"], "no source is called 'fr'"),
@@ -314,3 +320,52 @@ def test_a_folder_that_is_no_run_is_one_line(made: MadeRun, run_command: Callabl
     (made.path / "checkpoints" / "latest").write_text("step-00000019\n")
     code, _, err = run_command("trace", made.path, "--step", 1)
     assert (code, err.count("\n"), "missing or damaged" in err) == (2, 1, True)
+
+
+@pytest.mark.parametrize(
+    "before, after, words",
+    [
+        ("seed = 11", 'seed = "a"', "seed must be a whole number from 0 to 18,446,744,073,709,551,615"),
+        ("seed = 11", "seed = -1", "seed must be a whole number"),
+        ("seq_len = 64", "seq_len = 0", "model.seq_len must be a whole number from 1 to 2,147,483,647"),
+        ("seq_len = 64", "seq_len = 64.0", "model.seq_len must be"),
+        ("seq_len = 64", "seq_len = [64]", "model.seq_len must be"),
+        ("global_batch_size = 6", "global_batch_size = 0", "batch.global_batch_size must be"),
+        ("micro_batch_size = 2", "micro_batch_size = true", "batch.micro_batch_size must be"),
+        ("max_steps = 60", "max_steps = -60", "schedule.max_steps must be"),
+        ("max_steps = 60", 'max_steps = "x"', "schedule.max_steps must be"),
+        ("from_tokens = 3200", 'from_tokens = "3200"', "data.stages: from_tokens must be"),
+        ("weights = { files = 1.0 }", "weights = [1.0]", "is missing or of the wrong kind"),
+        ("weights = { files = 1.0 }", f"weights = {{ files = 1, lines = 0x{'f' * 400} }}", "does not fit"),
+        ("[[data.stages]]\nfrom_tokens = 0", "[[other]]\nfrom_tokens = 0", "the first stage begins at sample 50"),
+        ("seed = 11", f"seed = {'[' * 3000}", "damaged"),
+    ],
+)
+def test_a_recipe_edited_by_hand_is_one_line(
+    made: MadeRun, run_command: Callable, before: str, after: str, words: str
+) -> None:
+    recipe = made.path / "recipe.toml"
+    assert before in recipe.read_text()
+    recipe.write_text(recipe.read_text().replace(before, after))
+    for command in (
+        ("trace", made.path, "--step", 1), ("verify", made.collection.path, "--epoch", "--run", made.path)
+    ):  # fmt: skip
+        code, out, err = run_command(*command)
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert words in err
+
+
+@pytest.mark.parametrize("line", ["[" * 30_000, '{"kind": "train", "step": "9"}', '{"kind": "train", "step": -1}'])
+def test_damaged_metrics_are_one_line(made: MadeRun, run_command: Callable, line: str) -> None:
+    (made.path / "metrics.jsonl").write_text(line + "\n")
+    code, out, err = run_command("trace", made.path, "--step", 1)
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert "metrics.jsonl: damaged" in err
+
+
+def test_more_steps_than_can_be_counted_are_one_line(made: MadeRun, run_command: Callable) -> None:
+    recipe = made.path / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace("max_steps = 60", f"max_steps = {2**62}"))
+    code, out, err = run_command("verify", made.collection.path, "--epoch", "--run", made.path)
+    assert (code, out, err.count("\n"), "too many to count" in err) == (2, "", 1, True), err
+    assert read_run(made.path).max_steps == 2**62

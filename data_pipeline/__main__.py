@@ -488,9 +488,7 @@ def _count_epochs(collection: Collection, run: Path | None, seq_len: int, seed: 
         order, micro_batch_size = recorded.order, recorded.micro_batch_size
         samples = recorded.max_steps * recorded.global_batch_size
         if samples > 2**62:
-            raise DataFormatError(
-                f"{run}: max_steps {recorded.max_steps:,} are too many to count; 2^62 samples are not"
-            )
+            raise DataFormatError(f"{run}: {samples:,} samples to max_steps are too many to count: 2^62 at most")
     else:
         tokens = {name: source.splits["train"].tokens for name, source in collection.sources.items()}
         try:

@@ -69,6 +69,8 @@ def read_run(path: Path, data: Path | None = None) -> RecordedRun:
         seed = _whole(recipe["seed"], range(2**64), f"{recipe_path}: seed")
         stages = [_stage(one, seq_len, f"{recipe_path}: data.stages") for one in planned]
         wanted = recipe["data"].get("packing", "concat")
+        if not isinstance(wanted, str):
+            raise TypeError
     except (KeyError, TypeError):
         raise DataFormatError(
             f"{recipe_path}: a key of the data, batch or schedule is missing or of the wrong kind"

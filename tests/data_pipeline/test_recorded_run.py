@@ -339,6 +339,8 @@ def test_a_folder_that_is_no_run_is_one_line(made: MadeRun, run_command: Callabl
         ("weights = { files = 1.0 }", f"weights = {{ files = 1, lines = 0x{'f' * 400} }}", "does not fit"),
         ("[[data.stages]]\nfrom_tokens = 0", "[[other]]\nfrom_tokens = 0", "the first stage begins at sample 50"),
         ("seed = 11", f"seed = {'[' * 3000}", "damaged"),
+        ("[data]", f"[data]\npacking = 0x{'f' * 5000}", "is missing or of the wrong kind"),
+        ("lines = 3.0", f"lines = 0x{'f' * 5000}", "does not fit"),
     ],
 )
 def test_a_recipe_edited_by_hand_is_one_line(

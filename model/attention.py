@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from model import attention_cpu
-from model.attention_cpu import CausalAttentionOnCPU
+from model.attention_cpu import causal_attention_on_cpu
 from model.config import ModelConfig
 from model.positions import rotate
 
@@ -214,7 +214,7 @@ def attend(q_bhtk: Tensor, k_bhtk: Tensor, v_bhtk: Tensor, mask: Mask | None, *,
     queries, causal = q_bhtk.shape[2], mask is None and q_bhtk.shape[2] > 1
     assert mask is not None or queries in (1, k_bhtk.shape[2]), "these queries and keys need a mask"
     if causal and _suits_cpu_training(q_bhtk):
-        out_bhtk = CausalAttentionOnCPU.apply(q_bhtk, k_bhtk, v_bhtk)  # type: ignore[no-untyped-call]
+        out_bhtk = causal_attention_on_cpu(q_bhtk, k_bhtk, v_bhtk)
         return out_bhtk
     if queries > 1 or not grouped:
         return F.scaled_dot_product_attention(
@@ -233,7 +233,6 @@ def _suits_cpu_training(q_bhtk: Tensor) -> bool:
         and torch.is_grad_enabled()
         and q_bhtk.dtype in attention_cpu.DTYPES
         and q_bhtk.shape[2] <= attention_cpu.MOST_TOKENS
-        and not torch.compiler.is_compiling()  # its loop would be unrolled
     )
 
 

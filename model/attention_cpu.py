@@ -82,3 +82,10 @@ class CausalAttentionOnCPU(torch.autograd.Function):
             grad_k_rsk.mul_(scale).to(dtype).reshape(k_bhtk.shape),
             grad_v_rsk.to(dtype).reshape(v_bhtk.shape),
         )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler would unroll the loop over chunks
+def causal_attention_on_cpu(q_bhtk: Tensor, k_bhtk: Tensor, v_bhtk: Tensor) -> Tensor:
+    """`CausalAttentionOnCPU`, as one step also of compiled code."""
+    out_bhtk: Tensor = CausalAttentionOnCPU.apply(q_bhtk, k_bhtk, v_bhtk)  # type: ignore[no-untyped-call]
+    return out_bhtk

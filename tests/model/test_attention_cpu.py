@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from model import attention, attention_cpu
 from model.attention import attend
-from model.attention_cpu import CausalAttentionOnCPU
+from model.attention_cpu import CausalAttentionOnCPU, causal_attention_on_cpu
 from tests.model.conftest import seeded
 
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -88,13 +87,11 @@ def test_what_is_kept_are_the_tensors_themselves_and_one_number_a_query() -> Non
 def test_when_it_is_used(case: str, uses_it: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    class Spy:
-        @staticmethod
-        def apply(*given: Any) -> Tensor:
-            calls.append(given)
-            return CausalAttentionOnCPU.apply(*given)
+    def spy(*given: Tensor) -> Tensor:
+        calls.append(given)
+        return causal_attention_on_cpu(*given)
 
-    monkeypatch.setattr(attention, "CausalAttentionOnCPU", Spy)
+    monkeypatch.setattr(attention, "causal_attention_on_cpu", spy)
     tokens = attention_cpu.MOST_TOKENS + 1 if case == "many tokens" else 70
     given = inputs(tokens, 2, 1, torch.float64 if case == "float64" else torch.float32)
     mask = torch.ones(tokens, tokens, dtype=torch.bool).tril() if case == "a mask" else None

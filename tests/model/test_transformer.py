@@ -215,7 +215,7 @@ def test_the_large_preset_has_its_parameters() -> None:
 
 
 def test_compiled_blocks_give_the_same_loss_and_gradients(tiny_config: ModelConfig) -> None:
-    """One graph of the block, compiled once for all blocks, under checkpointing too."""
+    """What stands before attention and behind it, compiled once for all blocks, under checkpointing too."""
     torch._dynamo.reset()
     model = lively(Transformer(replace(tiny_config, n_layers=3)))
     ids_bt, targets_bt = random_ids(tiny_config, 2, 20), random_ids(tiny_config, 2, 20, seed=8)
@@ -227,6 +227,6 @@ def test_compiled_blocks_give_the_same_loss_and_gradients(tiny_config: ModelConf
         model.activation_checkpointing = mode
         for one, other in zip(gradients(model, ids_bt, targets_bt), plain, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    assert counters["stats"]["unique_graphs"] == 1
-    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] < 2 * len(model.layers)
+    assert len(counters["graph_break"]) == 1
     assert set(model.state_dict()) == names

@@ -156,9 +156,9 @@ def test_each_kind_of_checkpointing_keeps_less_than_the_one_before(tiny_config: 
     """With 16 blocks; "full" keeps one (b, t, d) a block, and beside them the ids, the last norm and the outputs."""
     model = lively(Transformer(replace(tiny_config, n_layers=16)))
     sizes = [kept_bytes(model, mode) for mode in MODES]
-    print(dict(zip(MODES, sizes, strict=True)))
     assert sizes == sorted(sizes, reverse=True)
-    assert all(less < 0.95 * more for more, less in itertools.pairwise(sizes))
+    assert sizes[1] < 0.95 * sizes[0]
+    assert all(less < 0.8 * more for more, less in itertools.pairwise(sizes[1:]))
     one = 2 * 20 * model.config.d_model * 4
     assert sizes[-1] < (16 + 4) * one
 

@@ -102,19 +102,49 @@ class DataTable(_Table):
         return stages
 
 
+class BatchRamp(_Table):
+    """Up to the run's sample `until_samples`, steps of another `global_batch_size`."""
+
+    until_samples: Positive
+    global_batch_size: Size
+
+
 class BatchTable(_Table):
-    """Sequences per optimizer step over all ranks, and per rank and micro-step."""
+    """Sequences per optimizer step over all ranks, and per rank and micro-step; before them, those of a ramp."""
 
     global_batch_size: Size
     micro_batch_size: Size
+    ramp: Annotated[tuple[BatchRamp, ...], Strict(False)] = ()
+
+    @field_validator("ramp")
+    @classmethod
+    def _whole_steps(cls, ramp: tuple[BatchRamp, ...]) -> tuple[BatchRamp, ...]:
+        begin = 0
+        for part in ramp:
+            size, samples = part.global_batch_size, part.until_samples - begin
+            if samples <= 0:
+                raise ValueError(f"until_samples must increase, {part.until_samples} follows {begin}")
+            if samples % size:
+                near = begin + samples // size * size
+                ends = f"{near} or {near + size}" if near > begin else f"{near + size}"
+                raise ValueError(
+                    f"the {samples} samples from {begin} until {part.until_samples} are no whole steps of {size}: "
+                    f"set until_samples to {ends}"
+                )
+            begin = part.until_samples
+        return ramp
 
 
 class ScheduleTable(_Table):
-    name: Literal["cosine"] = "cosine"
+    """The learning rate over the steps, see pretrain/schedule.py. Only "wsd" has a time and a shape of its decay."""
+
+    name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     peak_lr: PositiveRate
-    min_lr: Rate
+    min_lr: Rate = 0.0
     warmup_steps: NotNegative
     max_steps: Positive
+    decay_steps: Positive | None = None
+    decay_shape: Literal["linear", "sqrt"] | None = None
 
     @model_validator(mode="after")
     def _in_order(self) -> ScheduleTable:
@@ -126,13 +156,35 @@ class ScheduleTable(_Table):
             )
         return self
 
+    @model_validator(mode="after")
+    def _keys_of_the_name(self) -> ScheduleTable:
+        if self.name == "constant" and self.min_lr:
+            raise ValueError(f'name = "constant" never falls to min_lr {self.min_lr}: leave min_lr out')
+        if self.name != "wsd":
+            given = next((key for key in ("decay_steps", "decay_shape") if getattr(self, key) is not None), None)
+            if given is not None:
+                raise ValueError(f'{given} belongs to name = "wsd": leave it out of name = "{self.name}"')
+        elif self.decay_steps is None:
+            raise ValueError('name = "wsd" needs decay_steps, the last steps of max_steps in which the rate falls')
+        elif self.decay_steps > self.max_steps - self.warmup_steps:
+            raise ValueError(
+                f"decay_steps {self.decay_steps} is more than the {self.max_steps - self.warmup_steps} steps that "
+                "warmup_steps leaves of max_steps: shorten one of them"
+            )
+        return self
+
 
 class OptimizerTable(_Table):
-    name: Literal["adamw"] = "adamw"
+    """ "muon" orthogonalizes the update of hidden matrices; embedding, head and vectors have AdamW beside it."""
+
+    name: Literal["adamw", "muon", "adamw8bit"] = "adamw"
     beta1: Decay = 0.9
     beta2: Decay = 0.95
     eps: PositiveRate = 1e-8
     weight_decay: Annotated[float, Field(ge=0.0, le=1e6)] = 0.1
+    decay_embeddings: bool = True  # norms and biases are never decayed
+    muon_momentum: Decay = 0.95
+    muon_update_rms: PositiveRate = 0.2  # of a matrix's update, so that AdamW's rate serves it (Liu et al. 2025, eq. 4)
     gradient_clipping: float | Literal["off"] = 1.0
 
     @field_validator("gradient_clipping", mode="before")
@@ -150,7 +202,10 @@ class OptimizerTable(_Table):
 
 
 class PrecisionTable(_Table):
-    """Of forward and backward; of the master weights and their moments; of the gradients while they are summed.
+    """Of forward and backward; of the master weights; of their moments; of the gradients while they are summed.
+
+    bf16 masters lose what is below 1/256 of a weight: "kahan" keeps what was lost in a second bf16 number, "stochastic"
+    rounds up as often as the lost part is large.
 
     "auto" computes in what the device has (`runtime.auto_compute`). fp16 scales the loss, lest small gradients vanish:
     by 2^initial_scale_power at first, half of it behind an overflow, twice as much behind loss_scale_window updates
@@ -159,6 +214,8 @@ class PrecisionTable(_Table):
 
     compute: Literal["bf16", "fp16", "fp32", "auto"] = "bf16"
     master: Literal["fp32", "bf16"] = "fp32"
+    moments: Literal["master", "fp32", "bf16"] = "master"  # "master": what the masters have
+    compensation: Literal["none", "kahan", "stochastic"] = "none"
     accumulate: Literal["fp32", "bf16", "fp16"] = "fp32"
     initial_scale_power: Annotated[int, Field(ge=0, le=32)] = 16
     loss_scale_window: Size = 1000
@@ -166,6 +223,21 @@ class PrecisionTable(_Table):
     def compute_where(self, auto: Compute) -> Compute:
         """What is computed in where "auto" stands for `auto`."""
         return auto if self.compute == "auto" else self.compute
+
+    @property
+    def moments_dtype(self) -> Literal["fp32", "bf16"]:
+        return self.master if self.moments == "master" else self.moments
+
+    @model_validator(mode="after")
+    def _compensates_something(self) -> PrecisionTable:
+        if self.compensation != "none" and self.master != "bf16":
+            raise ValueError(
+                f'compensation = "{self.compensation}" is for master = "bf16", {self.master} masters lose nothing that '
+                'it could keep: set compensation = "none"'
+            )
+        if (self.master, self.moments_dtype) == ("fp32", "bf16"):
+            raise ValueError('moments = "bf16" needs master = "bf16": the engine gives fp32 masters fp32 moments')
+        return self
 
     @model_validator(mode="after")
     def _go_together(self) -> PrecisionTable:
@@ -320,12 +392,13 @@ def to_toml(config: RunConfig) -> str:
         elif value is not None:
             lines.append(f"{name} = {_toml_value(value)}")
     for name, table in tables.items():
-        stages = table.pop("stages", ())
+        lists = {key: table.pop(key) for key, value in list(table.items()) if isinstance(value, tuple)}
         lines += ["", f"[{name}]"]
         lines += [f"{key} = {_toml_value(value)}" for key, value in table.items()]
-        for stage in stages:
-            lines += ["", f"[[{name}.stages]]"]
-            lines += [f"{key} = {_toml_value(value)}" for key, value in stage.items()]
+        for key, entries in lists.items():
+            for entry in entries:
+                lines += ["", f"[[{name}.{key}]]"]
+                lines += [f"{inner} = {_toml_value(value)}" for inner, value in entry.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -275,8 +275,27 @@ class EvaluationTable(_Table):
 
 
 class CheckpointTable(_Table):
+    """When to save, and what stays: the newest ones, those of some steps for good, the best by held-out loss.
+
+    See pretrain/retention.py.
+    """
+
     every_steps: Positive
     keep_last: Size = 3
+    keep_every_steps: Positive | None = None
+    keep_best: Annotated[int, Field(ge=0, lt=2**31)] = 0
+
+    @model_validator(mode="after")
+    def _keeps_what_is_saved(self) -> CheckpointTable:
+        stays, every = self.keep_every_steps, self.every_steps
+        if stays is not None and stays % every:
+            low = stays // every * every
+            near = f"{low} or {low + every}" if low else f"{every}"
+            raise ValueError(
+                f"keep_every_steps {stays} is no multiple of every_steps {every}, so most of those steps are never "
+                f"saved: use {near}"
+            )
+        return self
 
 
 class LoggingTable(_Table):
@@ -319,6 +338,19 @@ class RunConfig(_Table):
             raise ValueError(
                 f"evaluation.max_tokens {most} is less than one window of model.seq_len {window} tokens: "
                 f"use {window} or more, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_checkpoints_are_scored(self) -> RunConfig:
+        """A checkpoint has a score where an evaluation falls on its step; the last step has both."""
+        saved, scored, end = self.checkpoint.every_steps, self.evaluation.every_steps, self.schedule.max_steps
+        first = math.lcm(saved, scored)
+        if self.checkpoint.keep_best and saved < end <= first:
+            raise ValueError(
+                f"checkpoint.keep_best {self.checkpoint.keep_best} chooses among checkpoints that were evaluated, but "
+                f"checkpoint.every_steps {saved} and evaluation.every_steps {scored} first meet at step {first}, of "
+                f"schedule.max_steps {end}: set evaluation.every_steps = {saved}, or one that divides it"
             )
         return self
 

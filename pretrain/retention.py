@@ -1,0 +1,59 @@
+"""Which checkpoints of a run stay, as arithmetic over what is known of each: nothing is read or removed here.
+
+A checkpoint stays for any of four reasons:
+
+    last      it is one of the `keep_last` newest
+    every     its step is a multiple of `keep_every_steps`
+    best      it is one of the `keep_best` healthy ones with the lowest held-out loss
+    healthy   it is the newest healthy one: a run whose weights are no more finite still has it, however many came later
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Reason = Literal["last", "every", "best", "healthy"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What retention knows of one checkpoint."""
+
+    step: int
+    score: float | None = None  # held-out loss of all sources, nats per token; None where none was measured at its step
+    healthy: bool = True  # loss, weights and moments are finite, as far as was recorded
+
+
+@dataclass(frozen=True)
+class Retention:
+    """A rule of what stays. `keep_every_steps` None and `keep_best` 0: no checkpoint stays for that reason."""
+
+    keep_last: int
+    keep_every_steps: int | None = None
+    keep_best: int = 0
+
+    def reasons(self, checkpoints: Sequence[Saved]) -> dict[int, tuple[Reason, ...]]:
+        """By step, in ascending order, why each checkpoint stays; those with no reason may go.
+
+        "healthy" is given only where nothing else keeps the newest healthy one. Of equal scores the later is better.
+        """
+        by_step = sorted(checkpoints, key=lambda one: one.step)
+        healthy = [one for one in by_step if one.healthy]
+        scored = [one for one in healthy if one.score is not None and math.isfinite(one.score)]
+        best = sorted(scored, key=lambda one: (one.score, -one.step))[: self.keep_best]
+        newest = by_step[max(0, len(by_step) - self.keep_last) :]
+        reasons: dict[int, tuple[Reason, ...]] = {}
+        for one in by_step:
+            every = self.keep_every_steps is not None and one.step % self.keep_every_steps == 0
+            candidates: tuple[tuple[Reason, bool], ...] = (
+                ("last", one in newest),
+                ("every", every),
+                ("best", one in best),
+            )
+            reasons[one.step] = tuple(reason for reason, holds in candidates if holds)
+        if healthy and not reasons[healthy[-1].step]:
+            reasons[healthy[-1].step] = ("healthy",)
+        return reasons

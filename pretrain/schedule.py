@@ -1,6 +1,6 @@
 """The learning rate as a pure function of the step number: nothing to save, nothing to restore.
 
-Steps s from 0, w = warmup_steps, S = max_steps. A linear warm-up; then, from step b on, a fall of which q is still left:
+Steps s from 0, w = warmup_steps, S = max_steps. A linear warm-up; from step b on a fall, of which q is still left:
 
     s < w:        peak_lr · (s + 1) / w
     w <= s < b:   peak_lr
@@ -11,10 +11,10 @@ Steps s from 0, w = warmup_steps, S = max_steps. A linear warm-up; then, from st
     "wsd"         b = S − decay_steps    shape(q) = 1 − √(1 − q), or q        Hu et al. 2024 (warm-up, stable, decay)
     "constant"    b = S
 
-A fall leaves from the last step before it (q = 1, the peak) and arrives (q = 0, min_lr) at step S, one behind the last:
-so every step of it is below the one before, and **no step is spent at rate 0**, also where min_lr is 0. This is one rule
-for all names. Were min_lr the rate of step S − 1, a run to 0 would read its last batch and learn nothing from it; were
-step b still at the peak, as in the papers, a decay of one step would not fall.
+A fall leaves from the last step before it (q = 1, the peak) and arrives (q = 0, min_lr) at step S, one behind the
+last: so every step of it is below the one before, and **no step is spent at rate 0**, also where min_lr is 0. This is
+one rule for all names. Were min_lr the rate of step S − 1, a run to 0 would read its last batch and learn nothing from
+it; were step b still at the peak, as in the papers, a decay of one step would not fall.
 
 "wsd" falls as 1 − √ of the part that is over unless decay_shape says "linear": Hägele et al. 2024 find it consistently
 better. No rate before step b depends on S, so a stable run, resumed at any checkpoint with a max_steps and decay_steps
@@ -74,6 +74,6 @@ def jump(step: int, rate_before: float, schedule: ScheduleTable) -> str | None:
     fall = f", in a fall that begins with step {begin + 1}" if begin < step else ""
     remedy = f": to decay from here, set schedule.max_steps = {step + (schedule.decay_steps or 0)}"
     return (
-        f"warning: the learning rate jumps from {rate_before:.6g} in step {step} to {rate:.6g} in step {step + 1}; this "
-        f"schedule has {expected:.6g} for step {step}{fall}{remedy if fall and schedule.name == 'wsd' else ''}"
+        f"warning: the learning rate jumps from {rate_before:.6g} in step {step} to {rate:.6g} in step {step + 1}; "
+        f"this schedule has {expected:.6g} for step {step}{fall}{remedy if fall and schedule.name == 'wsd' else ''}"
     )

@@ -60,7 +60,7 @@ def test_rises_stays_falls_and_never_learns_nothing() -> None:
 
 
 def test_a_fall_is_cut_from_the_peak_to_the_step_behind_the_last() -> None:
-    """No step of a fall is larger than the curve's own: none at the joints either, and equal ones where it is linear."""
+    """Its steps are as large as the curve's own, at the joints too, and equal where it is a line."""
     for plan in many():
         if plan.name == "constant" or plan.min_lr == PEAK:
             continue

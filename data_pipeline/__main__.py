@@ -356,22 +356,22 @@ def trace_command(
     """Say which documents a step of a run read, or which steps read a document. Steps count as in metrics.jsonl.
 
     Nothing was logged for this: the order of data is arithmetic. The run's newest checkpoint must agree with the
-    collection, in order and in a hash of the tokens. All steps of a run have one batch size: a resume refuses another.
+    collection, in order, batch sizes and in a hash of the tokens.
     """
     from data_pipeline.display import print_traced, traced_as_json
     from data_pipeline.inspection import choose_codec
     from data_pipeline.recorded_run import read_run
     from data_pipeline.shards import DataFormatError
     from data_pipeline.stream import TokenStream
-    from data_pipeline.trace import documents_read, reads_of_document, samples_of_step, with_texts
+    from data_pipeline.trace import documents_read, reads_of_document, with_texts
 
     if (step is None) == (doc is None):
         raise DataFormatError("say --step N or --doc SOURCE:D, one of the two")
     recorded = read_run(run, data)
-    order, batch = recorded.order, recorded.global_batch_size
+    order, run_steps = recorded.order, recorded.steps
     streams = {name: TokenStream(source.splits["train"]) for name, source in recorded.collection.sources.items()}
     if step is not None:
-        reads = list(documents_read(order, streams, samples_of_step(step - 1, batch), recorded.plan))
+        reads = list(documents_read(order, streams, run_steps.samples(step - 1), recorded.plan))
         asked: dict[str, Any] = {"step": step, "reached": step <= recorded.step}
     else:
         name, colon, number = (doc or "").rpartition(":")
@@ -381,7 +381,8 @@ def trace_command(
             raise DataFormatError(f"--doc {doc}: say SOURCE:D, such as en:4711 (0 is the first)")
         looked_at = recorded.step if steps is None else steps
         try:
-            reads = reads_of_document(order, streams, name, int(number), samples=looked_at * batch, plan=recorded.plan)
+            samples = run_steps.samples_before(looked_at)
+            reads = reads_of_document(order, streams, name, int(number), samples=samples, plan=recorded.plan)
         except ValueError as error:
             raise DataFormatError(f"{recorded.collection.path}: {error}") from None
         asked = {"source": name, "document": int(number), "steps": looked_at}
@@ -390,18 +391,22 @@ def trace_command(
         print(f"{run}: no checkpoint yet, so only the recipe says what it reads", file=sys.stderr)
     if json_output:
         facts = {
-            "run": str(run), "collection": str(recorded.collection.path), "global_batch_size": batch,
-            "run_step": recorded.step, "checked_against": recorded.checked_against and str(recorded.checked_against),
+            "run": str(run), "collection": str(recorded.collection.path),
+            "global_batch_size": run_steps.global_batch_size, "run_step": recorded.step,
+            "checked_against": recorded.checked_against and str(recorded.checked_against),
         }  # fmt: skip
-        _print_json({**facts, **asked, "reads": [traced_as_json(one, batch, not no_text) for one in traced]})
+        if run_steps.ramp:
+            facts["batch_ramp"] = run_steps.ramp
+        _print_json({**facts, **asked, "reads": [traced_as_json(one, run_steps, not no_text) for one in traced]})
         return
     if step is not None:
         reached = "" if step <= recorded.step else f" (not reached yet: the run is at step {recorded.step:,})"
-        print(f"{run}, step {step:,}: samples {(step - 1) * batch:,} to {step * batch - 1:,}{reached}")
+        numbers = run_steps.samples(step - 1)
+        print(f"{run}, step {step:,}: samples {numbers[0]:,} to {numbers[-1]:,}{reached}")
     else:
         print(f"{run}, steps 1 to {asked['steps']:,}: document {name}:{number} was read {len(traced):,} times")
     for one in traced:
-        print_traced(one, batch, with_text=not no_text)
+        print_traced(one, run_steps, with_text=not no_text)
 
 
 @app.command("convert", epilog=_CONVERT_EXAMPLES)
@@ -486,7 +491,7 @@ def _count_epochs(collection: Collection, run: Path | None, seq_len: int, seed: 
     if run is not None:
         recorded = read_run(run, collection.path)
         order, micro_batch_size = recorded.order, recorded.micro_batch_size
-        samples = recorded.max_steps * recorded.global_batch_size
+        samples = recorded.steps.samples_before(recorded.max_steps)
         if samples > 2**62:
             raise DataFormatError(f"{run}: {samples:,} samples to max_steps are too many to count: 2^62 at most")
     else:

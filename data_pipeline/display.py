@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from data_pipeline.inspection import Segment
 from data_pipeline.origins import Lost, Origin
 from data_pipeline.shards import Collection
+from data_pipeline.steps import Steps
 from data_pipeline.trace import TracedRead
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def print_segments(segments: list[Segment], places: dict[int, str], *, with_ids:
         print("──── end of document (EOS) ────" if segment.ended else "──── goes on ────")
 
 
-def print_traced(traced: TracedRead, global_batch_size: int, *, with_text: bool) -> None:
+def print_traced(traced: TracedRead, steps: Steps, *, with_text: bool) -> None:
     """One read of `trace` for people: where, which tokens, and the text."""
     read, origin = traced.read, traced.origin
     place = (
@@ -87,7 +88,7 @@ def print_traced(traced: TracedRead, global_batch_size: int, *, with_text: bool)
         else f", {origin.reason if isinstance(origin, Lost) else f'{origin.path}:{origin.position}'}"
     )
     print(
-        f"──── step {read.sample // global_batch_size + 1:,}, sample {read.sample:,}: {read.source} epoch {read.epoch}"
+        f"──── step {steps.step_of(read.sample) + 1:,}, sample {read.sample:,}: {read.source} epoch {read.epoch}"
         f" window {read.window:,}, document {read.document:,}{place}, tokens {read.start:,} to {read.stop - 1:,} of"
         f" {read.document_tokens:,} ────"
     )
@@ -97,11 +98,11 @@ def print_traced(traced: TracedRead, global_batch_size: int, *, with_text: bool)
             print("──── end of document (EOS) ────")
 
 
-def traced_as_json(traced: TracedRead, global_batch_size: int, with_text: bool) -> dict[str, Any]:
+def traced_as_json(traced: TracedRead, steps: Steps, with_text: bool) -> dict[str, Any]:
     """The same for programs."""
     origin = traced.origin
     return {
-        "step": traced.read.sample // global_batch_size + 1,
+        "step": steps.step_of(traced.read.sample) + 1,
         **asdict(traced.read),
         "file": origin.path if isinstance(origin, Origin) else None,
         "position": origin.position if isinstance(origin, Origin) else None,

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from data_pipeline.order import Addresses, SampleOrder
 from data_pipeline.packing import number_documents
 from data_pipeline.packing_plan import PackingPlan
+from data_pipeline.steps import Steps
 
 READ_AHEAD_WINDOWS = 256
 LOCATED_AT_ONCE = 4096  # at most; a loader begins with few, so that the first batch is there at once
@@ -67,7 +68,8 @@ class Loader:
 
     With B = micro_batch_size x gradient_accumulation_steps x world_size, step s reads samples first_sample + sB to
     first_sample + (s+1)B - 1; row j of its micro-step m on rank r is number (m x world_size + r) x micro_batch_size + j
-    of them: all ranks read one global order, each its slice.
+    of them: all ranks read one global order, each its slice. Micro-steps do not know how many of them a step has: where
+    that changes on the way, `steps` says it (first_sample is then the first of a step), for `consumed_samples` alone.
 
     Orders that isolate documents need `eos_id`, those over the rows of a plan also that `plan`.
 
@@ -88,6 +90,7 @@ class Loader:
         prefetch: int = 8,
         eos_id: int | None = None,
         plan: PackingPlan | None = None,
+        steps: Steps | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} does not exist among {world_size} ranks")
@@ -104,7 +107,8 @@ class Loader:
         kind = _row_kind(order, streams, eos_id, plan)
         self._first_sample = first_sample
         self._accumulation = gradient_accumulation_steps
-        self._global_batch_size = micro_batch_size * gradient_accumulation_steps * world_size
+        self._micro_step_size = micro_batch_size * world_size
+        self._steps = steps
         self._given = 0
         rows = _Rows(order, kind, rank, world_size, micro_batch_size, first_sample)
         self._thread = _Prefetcher(rows, prefetch)
@@ -116,7 +120,10 @@ class Loader:
     @property
     def consumed_samples(self) -> int:
         """The global sample at which to resume: whole steps given out count, what is only prefetched does not."""
-        return self._first_sample + self._given // self._accumulation * self._global_batch_size
+        if self._steps is not None:
+            reached = self._first_sample + self._given * self._micro_step_size
+            return self._steps.samples_before(self._steps.step_of(reached))
+        return self._first_sample + self._given // self._accumulation * self._accumulation * self._micro_step_size
 
     def __iter__(self) -> Loader:
         return self

@@ -3,7 +3,8 @@
 Read as plain TOML and JSON, since this package knows nothing of the trainer: recipe.toml (seed, windows, batch,
 stages, where the collection lies), the newest checkpoint's state.json (the order and the tokens' hash as they were),
 metrics.jsonl (how far the run is). A resume refuses another batch size, window or seed, so one recipe holds for all
-steps of a run; stages that have not begun may change, and recipe.toml is that of the last start.
+steps of a run; stages and parts of the batch ramp that have not begun may change, and recipe.toml is that of the last
+start.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from data_pipeline.order import PACKING_MODES, SampleOrder, Stage, difference
 from data_pipeline.packing_plan import PackingPlan, read_order
 from data_pipeline.shards import Collection, DataFormatError, open_collection
+from data_pipeline.steps import Steps
 
 _ROOT = Path(__file__).resolve().parents[1]
 _TAIL_BYTES = 1 << 16
@@ -27,7 +29,7 @@ _COUNTS = range(2**62 + 1)
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run's data: step s, from 1 as in metrics.jsonl, read samples (s-1) x global_batch_size up to the next's.
+    """A run's data: step s, from 1 as in metrics.jsonl, read the samples `steps.samples(s - 1)`.
 
     `step` is how far the run is, `checked_against` the checkpoint whose order and hash agreed; None if there is none
     yet, and only the recipe says what the run reads.
@@ -37,7 +39,7 @@ class RecordedRun:
     collection: Collection
     order: SampleOrder
     plan: PackingPlan | None
-    global_batch_size: int
+    steps: Steps
     micro_batch_size: int
     step: int
     max_steps: int
@@ -64,6 +66,7 @@ def read_run(path: Path, data: Path | None = None) -> RecordedRun:
         batch, schedule, planned = recipe["batch"], recipe["schedule"], recipe["data"].get("stages", [])
         seq_len = _whole(recipe["model"]["seq_len"], _SIZES, f"{recipe_path}: model.seq_len")
         global_batch_size = _whole(batch["global_batch_size"], _SIZES, f"{recipe_path}: batch.global_batch_size")
+        steps = _steps(global_batch_size, batch.get("ramp", []), f"{recipe_path}: batch.ramp")
         micro_batch_size = _whole(batch["micro_batch_size"], _SIZES, f"{recipe_path}: batch.micro_batch_size")
         max_steps = _whole(schedule["max_steps"], _COUNTS[1:], f"{recipe_path}: schedule.max_steps")
         seed = _whole(recipe["seed"], range(2**64), f"{recipe_path}: seed")
@@ -88,10 +91,10 @@ def read_run(path: Path, data: Path | None = None) -> RecordedRun:
     except (ValueError, OverflowError) as error:
         raise DataFormatError(f"{recipe_path} does not fit {where}: {error}") from None
     if state is not None:
-        _refuse_other_data(state, order, collection, global_batch_size, state_path)
+        _refuse_other_data(state, order, collection, steps, state_path)
     step = max(_last_step(path / "metrics.jsonl"), 0 if state is None else state["global_step"])
     return RecordedRun(
-        path, collection, order, plan, global_batch_size, micro_batch_size, step=step, max_steps=max_steps,
+        path, collection, order, plan, steps, micro_batch_size, step=step, max_steps=max_steps,
         checked_against=None if state is None else state_path.parent,
     )  # fmt: skip
 
@@ -107,6 +110,21 @@ def _stage(table: dict[str, Any], seq_len: int, what: str) -> Stage:
     if not isinstance(table["weights"], Mapping):
         raise TypeError
     return Stage(_whole(table["from_tokens"], _COUNTS, f"{what}: from_tokens") // seq_len, table["weights"])
+
+
+def _steps(global_batch_size: int, ramp: list[dict[str, Any]], what: str) -> Steps:
+    """DataFormatError: a ramp that is not made of whole steps. KeyError, TypeError: one of another kind."""
+    parts = [
+        (
+            _whole(part["until_samples"], _COUNTS[1:], f"{what}: until_samples"),
+            _whole(part["global_batch_size"], _SIZES, f"{what}: global_batch_size"),
+        )
+        for part in ramp
+    ]
+    try:
+        return Steps(global_batch_size, tuple(parts))
+    except ValueError as error:
+        raise DataFormatError(f"{what}: {error}") from None
 
 
 def _newest_state(checkpoints: Path) -> tuple[Path, dict[str, Any] | None]:
@@ -127,7 +145,7 @@ def _newest_state(checkpoints: Path) -> tuple[Path, dict[str, Any] | None]:
 
 
 def _refuse_other_data(
-    state: dict[str, Any], order: SampleOrder, collection: Collection, global_batch_size: int, where: Path
+    state: dict[str, Any], order: SampleOrder, collection: Collection, steps: Steps, where: Path
 ) -> None:
     stored = {key: value for key, value in state["order"].items() if key != "content_sha256"}
     try:
@@ -141,10 +159,13 @@ def _refuse_other_data(
             f"{collection.path} holds other tokens than this run reads: content_sha256 is "
             f"{collection.content_sha256[:12]}, {where} says {str(state['order'].get('content_sha256'))[:12]}"
         )
-    if state.get("global_batch_size") != global_batch_size:
-        raise DataFormatError(
-            f"{where} says a global batch of {state.get('global_batch_size')}, recipe.toml {global_batch_size}"
-        )
+    read = state["consumed_samples"]
+    try:
+        recorded = Steps.from_json(state["global_batch_size"], state.get("batch_ramp", []))
+    except (KeyError, TypeError, ValueError):
+        raise DataFormatError(f"{where}: damaged: it has no global batch") from None
+    if recorded.told(read) != steps.told(read):
+        raise DataFormatError(f"{where} says a global batch of {recorded.told(read)}, recipe.toml {steps.told(read)}")
 
 
 def _last_step(metrics: Path) -> int:

@@ -38,6 +38,13 @@ class Steps:
                 )
             begin = until
 
+    @classmethod
+    def from_json(cls, global_batch_size: int, ramp: Sequence[Sequence[int]]) -> Steps:
+        """What a checkpoint says, its ramp as a list of lists. ValueError or TypeError where they are none."""
+        if not all(len(part) == 2 and min(part) > 0 for part in ramp):
+            raise ValueError("a ramp is a list of [until_samples, global_batch_size]")
+        return cls(global_batch_size, tuple((until, size) for until, size in ramp))
+
     @cached_property
     def _parts(self) -> list[tuple[int, int, int]]:
         """First step, first sample and size of the steps of each part; the last one has no end."""
@@ -71,7 +78,10 @@ class Steps:
         return first_step + (sample - first_sample) // size
 
     def told(self, samples: int | None = None) -> str:
-        """The sizes in words, of the first `samples` samples or of all: "4 until sample 16, then 8"."""
+        """The sizes in words, of the first `samples` samples or of all: "4 until sample 16, then 8".
+
+        Equal words, equal steps up to there.
+        """
         parts: list[tuple[int, int]] = []  # first sample and size, without parts that change nothing
         for _, first_sample, size in self._parts:
             if (samples is None or first_sample < max(1, samples)) and size not in [last for _, last in parts[-1:]]:
@@ -79,10 +89,3 @@ class Steps:
         ends = [first_sample for first_sample, _ in parts[1:]]
         words = [f"{size} until sample {end:,}" for (_, size), end in zip(parts, ends, strict=False)]
         return ", then ".join([*words, str(parts[-1][1])])
-
-
-def steps_of(global_batch_size: int, ramp: Sequence[Sequence[int]] = ()) -> Steps:
-    """`Steps` from a ramp as JSON holds it, a list of lists of two. ValueError: it is none."""
-    if not all(len(part) == 2 and min(part) > 0 for part in ramp):
-        raise ValueError("a ramp is a list of [until_samples, global_batch_size]")
-    return Steps(global_batch_size, tuple((until, size) for until, size in ramp))

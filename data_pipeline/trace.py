@@ -3,8 +3,7 @@
 Nothing was logged for this while training ran: the order is arithmetic and inverts. "Read" means that a token of the
 document stood in the window, as input or as target; neighbouring windows share one token, which counts for both. In a
 row of a packing plan only targets count: a token before a piece is there as its context, and each is a target once.
-In the functions steps are counted from 0: step s reads the samples s x global_batch_size up to the next step's first.
-A run cannot change its batch size on the way (a resume refuses), so this holds for all of its steps.
+Which samples a step reads is `steps.Steps`' affair.
 """
 
 from __future__ import annotations
@@ -39,13 +38,6 @@ class DocumentRead:
     document_tokens: int
     start: int
     stop: int
-
-
-def samples_of_step(step: int, global_batch_size: int) -> range:
-    """The global sample numbers of a step (from 0). ValueError for a step below 0 or a batch below 1."""
-    if step < 0 or global_batch_size < 1:
-        raise ValueError(f"step {step} with a global batch of {global_batch_size} does not exist")
-    return range(step * global_batch_size, (step + 1) * global_batch_size)
 
 
 def documents_read(

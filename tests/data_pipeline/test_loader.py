@@ -25,6 +25,7 @@ from data_pipeline.loader import (
 )
 from data_pipeline.order import SampleOrder, Stage
 from data_pipeline.shards import DataFormatError, ShardWriter, Split
+from data_pipeline.steps import Steps
 from data_pipeline.stream import TokenStream
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,10 +105,11 @@ def loader_of(
     accumulation: int = 1,
     first: int = 0,
     prefetch: int = 8,
+    steps: Steps | None = None,
 ) -> Loader:
     return Loader(
         order, streams, rank=rank, world_size=ranks, micro_batch_size=micro,
-        gradient_accumulation_steps=accumulation, first_sample=first, prefetch=prefetch,
+        gradient_accumulation_steps=accumulation, first_sample=first, prefetch=prefetch, steps=steps,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from data_pipeline.order import SampleOrder, Stage
 from data_pipeline.prepare import prepare
 from data_pipeline.recorded_run import read_run
 from data_pipeline.shards import Collection, DataFormatError
+from data_pipeline.steps import Steps
 from data_pipeline.stream import TokenStream
 from tests.data_pipeline.conftest import SmallCollection
 from tokenizer.codec import Codec
@@ -77,7 +78,7 @@ def made(small: SmallCollection, tmp_path: Path) -> MadeRun:
 def test_a_run_is_read_from_its_own_files(made: MadeRun) -> None:
     found = read_run(made.path)
     assert found.order.describe() == made.order.describe()
-    assert (found.global_batch_size, found.micro_batch_size, found.step, found.max_steps) == (BATCH, MICRO, STEPS, 60)
+    assert (found.steps, found.micro_batch_size, found.step, found.max_steps) == (Steps(BATCH), MICRO, STEPS, 60)
     assert found.checked_against == made.path / "checkpoints" / "step-00000018"
     (made.path / "metrics.jsonl").unlink()
     assert read_run(made.path).step == 18

@@ -11,7 +11,7 @@ import pytest
 from data_pipeline.order import SampleOrder, Stage
 from data_pipeline.shards import ShardWriter, Split
 from data_pipeline.stream import TokenStream
-from data_pipeline.trace import documents_read, reads_of_document, samples_of_step
+from data_pipeline.trace import documents_read, reads_of_document
 
 SEQ_LEN = 16
 SAMPLES = 150
@@ -108,14 +108,6 @@ def test_a_document_behind_the_last_window_is_never_read(order: SampleOrder, str
     assert behind
     read = {read.document for read in documents_read(order, streams, range(SAMPLES)) if read.source == "zh"}
     assert read == set(range(streams["zh"].documents)) - set(behind)
-
-
-def test_steps_are_slices_of_the_samples() -> None:
-    assert list(samples_of_step(0, 4)) == [0, 1, 2, 3]
-    assert list(samples_of_step(3, 4)) == [12, 13, 14, 15]
-    for step, batch in ((-1, 4), (0, 0)):
-        with pytest.raises(ValueError, match="does not exist"):
-            samples_of_step(step, batch)
 
 
 def test_unknown_names_are_refused(order: SampleOrder, streams: dict[str, TokenStream]) -> None:

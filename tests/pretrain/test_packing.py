@@ -21,8 +21,9 @@ from data_pipeline.packing_plan import make_plan, plan_folder
 from data_pipeline.prepare import Options, prepare
 from data_pipeline.recorded_run import read_run
 from data_pipeline.shards import DataFormatError, open_collection
+from data_pipeline.steps import Steps
 from data_pipeline.stream import TokenStream
-from data_pipeline.trace import documents_read, samples_of_step
+from data_pipeline.trace import documents_read
 from model.transformer import Transformer
 from pretrain.__main__ import main
 from pretrain.checkpoint import CheckpointError, TrainState, choose, list_checkpoints
@@ -173,7 +174,7 @@ def test_what_the_run_read_is_traced_and_counted(made: Made) -> None:
     assert recorded.order.packing == made.tables["data"]["packing"]
     assert recorded.checked_against is not None
     streams = {name: TokenStream(source.splits["train"]) for name, source in recorded.collection.sources.items()}
-    reads = list(documents_read(recorded.order, streams, samples_of_step(0, 8), recorded.plan))
+    reads = list(documents_read(recorded.order, streams, Steps(8).samples(0), recorded.plan))
     first = read_metrics(made.whole / "metrics.jsonl")[0]["tokens"]
     shared = 0 if recorded.plan else 8  # windows share a token
     assert sum(read.stop - read.start for read in reads) == first + shared

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.batching import BatchPlan
-from pretrain.config import Compute, RecipeError, RunConfig, mismatch, nearest, show
+from pretrain.config import Compute, PrecisionTable, RecipeError, RunConfig, mismatch, nearest, show
 
 if TYPE_CHECKING:
     import numpy as np
@@ -223,7 +223,26 @@ def resolve(ds_json: dict[str, Any], config: RunConfig, world_size: int, auto: C
         }
     # Absent would mean the model's dtype.
     resolved["data_types"] = {"grad_accum_dtype": precision.accumulate}
+    if not is_torchs(config):
+        resolved["zero_allow_untested_optimizer"] = True
     return resolved
+
+
+def is_torchs(config: RunConfig) -> bool:
+    """Whether the recipe's optimizer is torch's own AdamW; DeepSpeed wants to be told where it is not."""
+    precision = config.precision
+    plain = precision.compensation == "none" and precision.moments_dtype == precision.master
+    return config.optimizer.name == "adamw" and plain
+
+
+def rounding_warning(precision: PrecisionTable) -> str | None:
+    """What bf16 masters without compensation cost; None where nothing is lost."""
+    if precision.master != "bf16" or precision.compensation != "none":
+        return None
+    return (
+        "warning: bf16 masters lose every update below 1/512 of a weight, weight decay among them: "
+        'precision.compensation = "kahan" (2 bytes a parameter) or "stochastic" (none) keeps them'
+    )
 
 
 def _check_json(ds_json: Mapping[str, Any]) -> None:
@@ -353,7 +372,7 @@ class TrainingEngine:
         model.to(device)
         # ZeRO-0 in bf16 takes a step on zero gradients to make its state: at rate 0 that decays no weight, and with the
         # state cleared, AdamW's step count begins at 1 (else the first update is a quarter too small).
-        optimizer = build_optimizer(model, config.optimizer, initial_lr=0.0)
+        optimizer = build_optimizer(model, config, initial_lr=0.0, rank=ranks.rank)
         self._engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=dict(resolved), dist_init_required=False
         )
@@ -444,13 +463,42 @@ class TrainingEngine:
         summed: list[float] = self.ranks.sum(torch.stack(parts)).tolist()
         return summed
 
+    def is_finite(self) -> bool:
+        """Whether every weight, master and moment that the ranks hold is a finite number."""
+        import torch
+
+        optimizer = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
+        # Under ZeRO-3 a parameter is empty, and its rank's share is in `ds_tensor`; masters are keys of the state.
+        held = [getattr(parameter, "ds_tensor", parameter) for parameter in self._engine.module.parameters()]
+        for master, state in optimizer.state.items():
+            held += [master, *(value for value in state.values() if isinstance(value, torch.Tensor))]
+        # The largest magnitude: NaN and infinity come through it, and it needs no memory of a tensor's size.
+        largest = [
+            torch.linalg.vector_norm(tensor.detach(), ord=float("inf"))
+            for tensor in held
+            if tensor.is_floating_point() and tensor.numel() > 0
+        ]
+        (infinite,) = self.sum_over_ranks(sum(not bool(torch.isfinite(one)) for one in largest))
+        return infinite == 0
+
     def save(self, folder: Path) -> None:
         """Write DeepSpeed's own files of all ranks below `folder`."""
         self._engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, by as many ranks under the same ZeRO stage."""
-        loaded, _ = self._engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        """Read what `save` wrote, by as many ranks under the same ZeRO stage.
+
+        pickle.UnpicklingError where a file holds anything but tensors, numbers and a few classes of DeepSpeed's.
+        """
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+        from torch.serialization import safe_globals
+
+        # DeepSpeed would unpickle whatever stands in a file. These classes of its own are all that its files need.
+        self._engine.checkpoint_engine.load = _load_tensors
+        with safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
+            loaded, _ = self._engine.load_checkpoint(str(folder.parent), tag=folder.name)
         if loaded is None:
             raise RuntimeError(f"DeepSpeed loaded nothing from {folder}")
 
@@ -465,3 +513,10 @@ class TrainingEngine:
                 if self.ranks.is_first:
                     weights[name] = parameter.detach().to("cpu", copy=True).contiguous()
         return weights
+
+
+def _load_tensors(path: str, map_location: Any = None) -> Any:
+    """What DeepSpeed's checkpoint engine does with a file of a checkpoint, without running anything that is in it."""
+    import torch
+
+    return torch.load(path, map_location=map_location, weights_only=True)

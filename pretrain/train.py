@@ -22,6 +22,7 @@ from model.transformer import Transformer
 from pretrain.batching import BatchPlan
 from pretrain.checkpoint import (
     Checkpoints,
+    Measured,
     TrainState,
     choose,
     clear_leftovers,
@@ -29,13 +30,15 @@ from pretrain.checkpoint import (
     find,
     load_weights,
     refuse_other_model,
+    refuse_unhealthy,
     tokenizer_of,
     verify,
 )
 from pretrain.config import Compute, RecipeError, RunConfig, from_root, to_toml
-from pretrain.engine import TrainingEngine, device_refusal, process_group, read_json, resolve
+from pretrain.engine import TrainingEngine, device_refusal, process_group, read_json, resolve, rounding_warning
 from pretrain.evaluate import Score, evaluate, isolates_documents
 from pretrain.metrics import Report
+from pretrain.retention import Retention
 from pretrain.run_directory import CheckpointError, RunDirectory, write_text
 from pretrain.runtime import (
     Ranks,
@@ -198,6 +201,7 @@ def initial_weights(inputs: Inputs) -> Path | None:
     path = find(from_root(inputs.config.initial_weights))
     refuse_other_model(path, inputs.config.model)
     verify(path)
+    refuse_unhealthy(path)
     codec = Codec.load(tokenizer_of(path))
     if codec.fingerprint != inputs.codec.fingerprint:
         raise CheckpointError(
@@ -293,11 +297,11 @@ def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") 
         )
         if initial is not None:
             report.say(f"initial weights from {initial}")
-        note = precision_note(config.precision, device)
-        if note is not None:
-            report.say(note)
+        for note in (precision_note(config.precision, device), rounding_warning(config.precision)):
+            if note is not None:
+                report.say(note)
         engine = build_engine(inputs, ranks, device, initial)
-        checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep_last, ranks)
+        checkpoints = Checkpoints(directory.checkpoints, retention(config), ranks, report.say)
         state = TrainState() if resumed_from is None else checkpoints.load(resumed_from, engine)
         batches = stack.enter_context(loader(inputs, ranks, state))
         report.begins(attempt, state, resumed_from, inputs.order)
@@ -315,10 +319,14 @@ def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") 
                 state, loss=result.loss, z_loss=result.z_loss, tokens=result.tokens, lr=lr, grad_norm=result.grad_norm,
                 loss_scale=result.loss_scale, overflowed=result.overflowed, skipped_steps=engine.skipped_steps,
             )  # fmt: skip
+            heldout_loss = None
             if due(state, config.evaluation.every_steps) or last:
-                report.scores(state, heldout_scores(engine, inputs, ranks))
+                scores = heldout_scores(engine, inputs, ranks)
+                report.scores(state, scores)
+                heldout_loss = scores["all"].loss
             if due(state, config.checkpoint.every_steps) or last or result.stop_wanted:
-                checkpoints.save(engine, state, inputs.identity)
+                measured = Measured(result.loss, result.grad_norm, result.overflowed, heldout_loss)
+                checkpoints.save(engine, state, inputs.identity, measured)
             if result.stop_wanted and not last:
                 report.ends("stopped", state, f"stopped by {stop.reason}; the same command resumes")
                 return "stopped"
@@ -328,6 +336,12 @@ def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") 
 
 def due(state: TrainState, every_steps: int) -> bool:
     return state.global_step % every_steps == 0
+
+
+def retention(config: RunConfig) -> Retention:
+    """What the recipe lets stay of a run's checkpoints."""
+    table = config.checkpoint
+    return Retention(table.keep_last, table.keep_every_steps, table.keep_best)
 
 
 def heldout_scores(engine: TrainingEngine, inputs: Inputs, ranks: Ranks) -> dict[str, Score]:

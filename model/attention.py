@@ -5,6 +5,7 @@ j slots of the cache, k the dimensions of one head.
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -186,6 +187,16 @@ def document_mask(documents_bt: Tensor) -> Mask:
 def boolean_mask(documents_bt: Tensor) -> Tensor:
     """`document_mask` as scaled_dot_product_attention takes it: (b, 1, t, t), True where query t may look."""
     return (documents_bt[:, None, :, None] == documents_bt[:, None, None, :]).tril()
+
+
+def additive(mask: Mask, dtype: torch.dtype) -> Mask:
+    """A boolean mask as what is added to scores of q's dtype, 0 or -inf; a block mask as it is.
+
+    scaled_dot_product_attention would make this of it in every layer, and keep each for backward.
+    """
+    if isinstance(mask, BlockMask):
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
 
 def block_mask(documents_bt: Tensor) -> BlockMask:

@@ -31,10 +31,8 @@ class CausalAttentionOnCPU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q_bhtk: Tensor, k_bhtk: Tensor, v_bhtk: Tensor) -> Tensor:
-        group = q_bhtk.shape[1] // k_bhtk.shape[1]
-        keys, values = (x if group == 1 else x.repeat_interleave(group, dim=1) for x in (k_bhtk, v_bhtk))
         out_bhtk, log_z_bht = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_bhtk, keys, values, dropout_p=0.0, is_causal=True
+            q_bhtk, k_bhtk, v_bhtk, dropout_p=0.0, is_causal=True
         )
         ctx.save_for_backward(q_bhtk, k_bhtk, v_bhtk, out_bhtk, log_z_bht)
         return out_bhtk  # type: ignore[no-any-return]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100
+ROWS = 512  # of a gradient that is cast, at a time: there is no second one in the other dtype
 FUSED_ON = ("cuda",)  # kinds of device on which a fused kernel is tried
 
 Kernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -95,18 +96,23 @@ class _ChunkedLoss(torch.autograd.Function):
         forms_gradients: bool,
     ) -> tuple[Tensor, Tensor]:
         cross_entropy_sum, log_z_square_sum = hidden_nd.new_zeros(2, dtype=torch.float32).unbind()
-        grad_hidden_nd, grad_weight_vd = torch.empty_like(hidden_nd), None
+        grad_hidden_nd = torch.empty_like(hidden_nd) if forms_gradients else None
+        grad_weight_vd = None
         for start in range(0, len(targets_n), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             cross_entropy, log_z_square, grad_logits_cv = _chunk(
                 hidden_nd[rows], weight_vd, targets_n[rows], z_loss, forms_gradients
             )
             cross_entropy_sum, log_z_square_sum = cross_entropy_sum + cross_entropy, log_z_square_sum + log_z_square
-            if grad_logits_cv is not None:
+            if grad_hidden_nd is not None and grad_logits_cv is not None:
                 grad_hidden_nd[rows] = grad_logits_cv @ weight_vd
                 product_vd = grad_logits_cv.T @ hidden_nd[rows]
-                grad_weight_vd = product_vd if grad_weight_vd is None else grad_weight_vd.float().add_(product_vd)
-                del grad_logits_cv, product_vd  # before the next chunk's logits
+                del grad_logits_cv
+                if grad_weight_vd is not None:
+                    _add(grad_weight_vd, product_vd)
+                else:
+                    grad_weight_vd = product_vd.float() if chunk_tokens < len(targets_n) else product_vd
+                del product_vd  # before the next chunk's logits
         if forms_gradients:
             ctx.save_for_backward(
                 grad_hidden_nd, torch.zeros_like(weight_vd) if grad_weight_vd is None else grad_weight_vd
@@ -118,16 +124,28 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        grads = (_scaled(one, factor).to(dtype) for one, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
+        grads = (_scaled(one, factor, dtype) for one, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
         return *grads, None, None, None, None
 
 
-def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+def _add(sum_vd: Tensor, product_vd: Tensor) -> None:
+    """In place, some rows at a time: on a CPU torch first makes a copy of the one in the dtype of the other."""
+    for start in range(0, len(sum_vd), ROWS):
+        rows = slice(start, start + ROWS)
+        sum_vd[rows].add_(product_vd[rows])
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """The product by an fp32 factor of no dimension; one rounded to bf16 would be wrong by up to 1/512.
 
-    On a CPU torch multiplies half precision by such a factor in fp32, elsewhere it rounds the factor first.
+    On a CPU torch multiplies half precision by such a factor in fp32, elsewhere it rounds the factor first. Some rows
+    at a time, so that the product in fp32 is never there as a whole.
     """
-    return gradient * factor if gradient.device.type == "cpu" else gradient.float() * factor
+    scaled = torch.empty_like(gradient, dtype=dtype)
+    for start in range(0, len(gradient), ROWS):
+        rows = slice(start, start + ROWS)
+        scaled[rows] = (gradient[rows] if gradient.device.type == "cpu" else gradient[rows].float()) * factor
+    return scaled
 
 
 def _chunk(

@@ -48,5 +48,7 @@ class _RMSNormOnCPU(torch.autograd.Function):
         normed_btd = x_btd.to(scale_bt1.dtype).mul(scale_bt1)
         product_nd = (grad_exact_btd * normed_btd).flatten(0, -2)
         mean_bt1 = (product_nd @ weight_d.to(scale_bt1.dtype)).view_as(scale_bt1) / x_btd.shape[-1]
+        grad_weight_d = product_nd.sum(0).to(weight_d.dtype)
+        del product_nd  # as large as x in fp32; so is what follows
         grad_x_btd = (grad_exact_btd * weight_d).sub_(normed_btd.mul_(mean_bt1)).mul_(scale_bt1)
-        return grad_x_btd.to(x_btd.dtype), product_nd.sum(0).to(weight_d.dtype), None
+        return grad_x_btd.to(x_btd.dtype), grad_weight_d, None

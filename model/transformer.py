@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from model.attention import Attention, KVCache, Mask, document_mask
+from model.attention import Attention, KVCache, Mask, additive, document_mask
 from model.config import ModelConfig, checkpointing_period
 from model.feedforward import SwiGLU
 from model.loss import Head, LossSum
@@ -113,7 +113,7 @@ class Transformer(nn.Module):
             if cache is not None:
                 raise ValueError("a cache holds one document a row: leave out documents_bt")
             rotation = self.rotary.within_documents(documents_bt)
-            mask = document_mask(documents_bt)
+            mask = additive(document_mask(documents_bt), self.embed_tokens.weight.dtype)
         elif cache is None:
             rotation = self.rotary(0, tokens)
         else:

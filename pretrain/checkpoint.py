@@ -4,14 +4,17 @@
       engine/               DeepSpeed's own files, one or more a rank: masters, moments, weights
       weights.safetensors   the whole model in the dtype it computes in, tied weights once: evaluate, generate, export
       model.json            the ModelConfig of those weights
-      state.json            TrainState and the identity of the run (order of data, batch, ranks, ZeRO stage, precision)
+      state.json            TrainState, the identity of the run (order of data, batch, ranks, ZeRO stage, precision),
+                            and what the step measured: its losses, and whether every number saved is finite
       rng-00000.pt …        torch's generator state, one a rank
       manifest.json         written last: size and sha256 of every other file
     checkpoints/latest      the name of the newest one
 
 Protocol of a save: all ranks write into `step-….partial`; each flushes and hashes its share of the files; the first
-rank writes the manifest, renames the folder, moves `latest`, then prunes. A kill anywhere leaves either the old
-`latest` or the new one, both whole. Loading verifies every hash and falls back to the newest whole checkpoint.
+rank writes the manifest, renames the folder, moves `latest`, then prunes (see retention.py). A kill anywhere leaves
+either the old `latest` or the new one, both whole. Loading verifies every hash and falls back to the newest checkpoint
+that is whole and whose numbers are finite. What a manifest names is read only within its folder, and nothing that is
+read can run code.
 
 Imported weights are a checkpoint without a run: weights.safetensors, model.json, the tokenizer they belong to, and
 manifest.json. A run can start from them, evaluate, generate and export take them; nothing can resume from them.
@@ -22,7 +25,9 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
+import pickle
 import re
 import shutil
 import warnings
@@ -33,6 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from data_pipeline.durable import file_sha256, sync_folder
@@ -40,6 +46,7 @@ from data_pipeline.order import difference
 from model.config import ModelConfig, ModelConfigError
 from model.huggingface import save_tensors
 from pretrain.batching import BatchPlan
+from pretrain.retention import Retention, Saved
 from pretrain.run_directory import CheckpointError, RunDirectory, write_text
 from pretrain.runtime import Ranks
 
@@ -75,16 +82,41 @@ class TrainState:
         self.tokens_seen += tokens
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What the step before a checkpoint measured, as its state.json tells it."""
+
+    loss: float  # nats per token, before the step's update
+    grad_norm: float
+    overflowed: bool = False  # in fp16, so that the gradient was left out: its norm says nothing of the weights
+    heldout_loss: float | None = None  # of all sources, nats per token; None where this step was not evaluated
+
+    def to_dict(self, *, finite: bool) -> dict[str, float | bool | None]:
+        """`finite`: all weights, masters and moments are. JSON has no infinity: what is not finite is null."""
+        figures = {"loss": self.loss, "grad_norm": self.grad_norm, "heldout_loss": self.heldout_loss}
+        told = {name: value for name, value in figures.items() if value is not None and math.isfinite(value)}
+        excused = {"grad_norm"} if self.overflowed else set()
+        sound = all(name in told or value is None or name in excused for name, value in figures.items())
+        return {**{name: told.get(name) for name in figures}, "healthy": finite and sound}
+
+
 class Checkpoints:
     """The checkpoints of one run. Its methods are called on all ranks together."""
 
-    def __init__(self, folder: Path, keep_last: int, ranks: Ranks) -> None:
+    def __init__(
+        self, folder: Path, retention: Retention, ranks: Ranks, say: Callable[[str], None] = lambda message: None
+    ) -> None:
         self.folder = folder
-        self.keep_last = keep_last
+        self.retention = retention
         self.ranks = ranks
+        self.say = say
 
-    def save(self, engine: TrainingEngine, state: TrainState, identity: Mapping[str, Any]) -> Path:
-        """Write a checkpoint of `state`; on return it is durable and `latest` names it."""
+    def save(self, engine: TrainingEngine, state: TrainState, identity: Mapping[str, Any], measured: Measured) -> Path:
+        """Write a checkpoint of `state`; on return it is durable and `latest` names it.
+
+        One that holds numbers which are not finite is told of, and never costs the last healthy one its place.
+        """
+        record = measured.to_dict(finite=engine.is_finite())
         final = self.folder / f"step-{state.global_step:08d}"
         partial = final.with_name(final.name + ".partial")
         if self.ranks.is_first:
@@ -98,20 +130,25 @@ class Checkpoints:
             if self.ranks.is_first:
                 save_tensors(weights, partial / "weights.safetensors")
                 (partial / "model.json").write_text(json.dumps(engine.model_config.to_dict(), indent=2) + "\n")
-                (partial / "state.json").write_text(json.dumps({**asdict(state), **identity}, indent=2) + "\n")
+                described = {**asdict(state), **identity, "measured": record}
+                (partial / "state.json").write_text(json.dumps(described, indent=2) + "\n")
             del weights
             self.ranks.barrier()
             files = self._receipts(partial)
         if self.ranks.is_first:
-            manifest = {"format": FORMAT, "version": FORMAT_VERSION, "files": files, "files_sha256": digest(files)}
             # No newline behind the last brace: cut by one byte, it is no JSON any more.
-            write_text(partial / "manifest.json", json.dumps(manifest, indent=2))
+            write_text(partial / "manifest.json", json.dumps(manifest_of(files), indent=2))
             if final.exists():  # a run resumed from before it, saving the same step again
                 shutil.rmtree(final)
             partial.rename(final)
             sync_folder(self.folder)
             write_text(self.folder / "latest", final.name + "\n")
             self._prune()
+            if not record["healthy"]:
+                self.say(
+                    f"warning: step {state.global_step}: not every weight and moment is a finite number; {final.name} "
+                    "is kept to be looked at, beside the last healthy checkpoint, and no run will resume from it"
+                )
         self.ranks.barrier()
         return final
 
@@ -130,16 +167,22 @@ class Checkpoints:
         return dict(sorted(receipts.items()))
 
     def _prune(self) -> None:
-        for old in list_checkpoints(self.folder)[: -self.keep_last]:
-            # Renamed first: a kill while deleting must not leave something that carries a checkpoint's name.
-            doomed = old.with_name(old.name + ".deleted")
-            old.rename(doomed)
-            shutil.rmtree(doomed)
+        checkpoints = list_checkpoints(self.folder)
+        reasons = self.retention.reasons([saved(path) for path in checkpoints])
+        for path in checkpoints:
+            if not reasons[step_of(path)]:
+                remove(path)
 
     def load(self, path: Path, engine: TrainingEngine) -> TrainState:
         """Put a checkpoint of this run (see `choose`) into the engine, and return the state it describes."""
-        engine.load(path / "engine")
-        torch.set_rng_state(torch.load(path / f"rng-{self.ranks.rank:05d}.pt", weights_only=True))
+        try:
+            engine.load(path / "engine")
+            torch.set_rng_state(torch.load(path / f"rng-{self.ranks.rank:05d}.pt", weights_only=True))
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{path} holds more than tensors and numbers, which loading it could run; take it from a source you "
+                f"trust, or another one: {str(error).splitlines()[0]}"
+            ) from None
         return TrainState.of(path)
 
 
@@ -176,6 +219,7 @@ def choose(
                 "runs/a/checkpoints/step-00001000"
             )
         verify(wanted)
+        refuse_unhealthy(wanted)
         if not (wanted / "engine").is_dir():
             raise CheckpointError(
                 f"{wanted} holds weights without a state of training: to start from them, "
@@ -195,25 +239,29 @@ def choose(
 
 
 def newest_whole(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint whose files all have the recorded hashes; None if there is none at all.
+    """The newest healthy checkpoint whose files all have the recorded hashes; None if there is none at all.
 
-    Damaged ones are told of and renamed to step-….damaged. CheckpointError where all there are are damaged.
+    Others on the way are told of and renamed to step-….damaged or step-….unhealthy. CheckpointError where there are
+    only such.
     """
     candidates = list_checkpoints(folder)
-    damaged: list[Path] = []
+    aside: list[tuple[Path, str]] = []
     for path in reversed(candidates):
+        suffix = ".damaged"
         try:
             verify(path)
+            suffix = ".unhealthy"
+            refuse_unhealthy(path)
         except CheckpointError as error:
             say(f"{error}; trying the one before it")
-            damaged.append(path)
+            aside.append((path, suffix))
             continue
-        for other in damaged:
-            other.rename(_unused_name(other.with_name(other.name + ".damaged")))
+        for other, suffix in aside:
+            other.rename(_unused_name(other.with_name(other.name + suffix)))
         return path
     if candidates:
         raise CheckpointError(
-            f"none of the {len(candidates)} checkpoints in {folder} is whole: restore one from a copy, "
+            f"none of the {len(candidates)} checkpoints in {folder} is whole and healthy: restore one from a copy, "
             "or start over with another --run"
         )
     return None
@@ -255,11 +303,54 @@ def refuse_other_run(path: Path, identity: Mapping[str, Any]) -> None:
 def list_checkpoints(folder: Path) -> list[Path]:
     """Folders named step-NNNNNNNN with a manifest, oldest first; not verified."""
     found = [p for p in folder.glob("step-*") if _STEP.fullmatch(p.name) and (p / "manifest.json").exists()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=step_of)
 
 
-def verify(path: Path) -> None:
-    """Raise CheckpointError, naming the file, unless every file is there with its recorded size and sha256."""
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def saved(path: Path) -> Saved:
+    """What retention is to know of a checkpoint.
+
+    One of earlier versions, which recorded no health, passes for healthy; one whose state cannot be read does not.
+    """
+    try:
+        measured = measured_at(path)
+    except CheckpointError:
+        return Saved(step_of(path), healthy=False)
+    score = measured.get("heldout_loss")
+    return Saved(step_of(path), score if isinstance(score, float) else None, measured.get("healthy", True) is True)
+
+
+def measured_at(path: Path) -> dict[str, Any]:
+    """What a checkpoint tells of the step before it (see `Measured`); empty where it tells nothing.
+
+    Weights without a run have no state, checkpoints of earlier versions one without this. CheckpointError: damaged.
+    """
+    if not (path / "state.json").exists():
+        return {}
+    measured = _read_json(path / "state.json").get("measured", {})
+    if not isinstance(measured, dict):
+        raise CheckpointError(f"{path}/state.json is damaged")
+    return measured
+
+
+def refuse_unhealthy(path: Path) -> None:
+    """Raise CheckpointError where the state of a checkpoint says that some of its numbers are not finite."""
+    if measured_at(path).get("healthy") is False:
+        raise CheckpointError(f"{path} holds weights or moments that are not finite: its run had diverged there")
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint. Renamed first: a kill meanwhile must not leave something that carries such a name."""
+    doomed = path.with_name(path.name + ".deleted")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint. Raises CheckpointError where it is missing, damaged or names a place outside."""
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist")
     manifest = _read_json(path / "manifest.json")
@@ -269,14 +360,32 @@ def verify(path: Path) -> None:
     files = manifest.get("files")
     if not isinstance(files, dict) or digest(files) != manifest.get("files_sha256"):
         raise CheckpointError(f"{path}/manifest.json is damaged")
+    home = os.path.realpath(path)
     for name, record in files.items():
+        if "\0" in name or not Path(os.path.realpath(path / name)).is_relative_to(home):
+            raise CheckpointError(f"{path}/manifest.json names {name!r}, which is outside its folder: it is not used")
+        if not isinstance(record, dict) or not isinstance(record.get("bytes"), int):
+            raise CheckpointError(f"{path}/manifest.json is damaged")
+    return manifest
+
+
+def verify(path: Path, on_bytes: Callable[[int], None] | None = None) -> None:
+    """Raise CheckpointError, naming the file, unless every file is there with its recorded size and sha256.
+
+    `on_bytes` hears of every piece read.
+    """
+    for name, record in read_manifest(path)["files"].items():
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
         if file.stat().st_size != record["bytes"]:
             raise CheckpointError(f"{file} has {file.stat().st_size} bytes, {record['bytes']} were written")
-        if file_sha256(file) != record["sha256"]:
+        if file_sha256(file, on_bytes) != record.get("sha256"):
             raise CheckpointError(f"{file} is damaged: its sha256 is not the recorded one")
+
+
+def manifest_of(files: Mapping[str, Any]) -> dict[str, Any]:
+    return {"format": FORMAT, "version": FORMAT_VERSION, "files": files, "files_sha256": digest(files)}
 
 
 def digest(files: Mapping[str, Any]) -> str:
@@ -326,9 +435,13 @@ def tokenizer_of(path: Path) -> Path:
 def load_weights(path: Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     """The sizes and the weights by name of a checkpoint, tied weights once, as stored. To be verified before.
 
-    Raises CheckpointError where this version knows no such model.
+    Raises CheckpointError where this version knows no such model, and where the weights are not finite.
     """
-    return model_config(path), load_file(path / "weights.safetensors")
+    refuse_unhealthy(path)
+    try:
+        return model_config(path), load_file(path / "weights.safetensors")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}/weights.safetensors is no file of safetensors: {error}") from None
 
 
 def model_config(path: Path) -> ModelConfig:
@@ -391,7 +504,7 @@ def refuse_other_model(path: Path, config: ModelConfig) -> None:
 
 
 def write_imported(folder: Path, config: ModelConfig, weights: Mapping[str, torch.Tensor], codec: Codec) -> None:
-    """Make a checkpoint without a run in an empty folder: weights as they are, sizes, tokenizer, manifest."""
+    """Make a checkpoint without a run in a folder: weights as they are, sizes, tokenizer; the manifest of all there."""
     save_tensors(weights, folder / "weights.safetensors")
     (folder / "model.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
     codec.copy_to(folder / "tokenizer")
@@ -400,8 +513,7 @@ def write_imported(folder: Path, config: ModelConfig, weights: Mapping[str, torc
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    manifest = {"format": FORMAT, "version": FORMAT_VERSION, "files": files, "files_sha256": digest(files)}
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2))
+    (folder / "manifest.json").write_text(json.dumps(manifest_of(files), indent=2))
 
 
 @contextmanager

@@ -39,7 +39,9 @@ LEGEND = {
     "k": "head_dim",
     "w": "bytes of a number of the compute dtype",
     "c": "tokens of a chunk of the loss",
+    "e": "tokens of the largest one behind the first",
     "r": "queries whose scores the attention's backward forms at a time",
+    "s": "those scores",
     "m": "threads of torch on a CPU",
     "j": "slots of the KV cache a row",
 }
@@ -111,8 +113,6 @@ def forward(config: ModelConfig, work: Pass) -> tuple[Moment, ...]:
     inputs, last = _inputs(work, n), config.n_layers - 1
     below = _kept(config, work, n, last)
     attention = "b·t·w·(2·d + 2·h·k + 2·kv·k) + 4·b·t·(h + 1) + " + _kernel(n)
-    if n["h"] > n["kv"] and _is_own(work):
-        attention += " + 2·b·t·w·h·k"
     kept = {
         "none": "b·t·w·(2·d + 2·h·k + 2·kv·k)",
         "selective": "b·t·w·(2·d + 2·h·k + 2·kv·k)",
@@ -142,7 +142,7 @@ def backward(config: ModelConfig, work: Pass) -> tuple[Moment, ...]:
     head = (_held("gradient of the head, until the embedding's joins it", "w·v·d", n),) if config.tied else ()
     formed = 0 if config.tied else embedding
     all_kept = (*inputs, *_kept(config, work, n, config.n_layers), _held("last norm", "b·t·w·d + 4·b·t", n))
-    norm = "b·t·(16 + w)·d" if work.compute_bytes == 2 else "b·t·(12 + w)·d"
+    norm = "b·t·(14 + w)·d" if work.compute_bytes == 2 else "b·t·(8 + w)·d"
     moments = [
         Moment("head", (*all_kept, _held("gradients of hidden states and head", _head_backward(work, n), n)), 0),
         Moment("last norm", (*all_kept, *head, _held("gradients of the norm", norm, n)), formed),
@@ -203,7 +203,7 @@ def evaluation(config: ModelConfig, work: Pass) -> tuple[Moment, ...]:
             (*inputs, _held("a block", f"b·t·w·(3·d + h·k + 2·kv·k) + {rope}·b·t·h·k + 4·t·k", n)),
         ),
         Moment("feed-forward", (*inputs, _held("a block", "b·t·w·(3·d + 3·f)", n))),
-        Moment("loss", (*inputs, _held("hidden states", "b·t·w·d", n), _loss_peak(work, n, gradients=False))),
+        Moment("loss", (*inputs[:1], _held("hidden states", "b·t·w·d", n), _loss_peak(work, n, gradients=False))),
     )
 
 
@@ -229,6 +229,7 @@ def _symbols(config: ModelConfig, work: Pass) -> dict[str, int]:
     b, t = work.micro_batch_size, work.seq_len
     group = config.queries_per_kv_head
     rows = min(b * config.n_kv_heads, max(1, work.threads * (1 << 20) // (group * 64 * t)))
+    chunk = min(work.loss_chunk_tokens, b * t)
     return {
         "b": b,
         "t": t,
@@ -241,8 +242,10 @@ def _symbols(config: ModelConfig, work: Pass) -> dict[str, int]:
         "kv": config.n_kv_heads,
         "k": config.head_dim,
         "w": work.compute_bytes,
-        "c": min(work.loss_chunk_tokens, b * t),
+        "c": chunk,
+        "e": min(chunk, b * t - chunk),
         "r": rows * group * min(64, t),
+        "s": rows * group * max(64 * (t // 64 * 64), t % 64 * t),
         "m": work.threads,
     }
 
@@ -277,7 +280,10 @@ def _is_own(work: Pass) -> bool:
 def _inputs(work: Pass, n: Mapping[str, int]) -> tuple[Held, ...]:
     if not work.documents:
         return (_held("ids and targets", "16·b·t", n),)
-    return (_held("ids, targets, documents, RoPE tables", "24·b·t + 4·b·t·k", n), _held("mask", "b·t·t·w", n))
+    return (
+        _held("ids, targets, numbers of documents", "24·b·t", n),
+        _held("mask and RoPE tables of documents", "b·t·t·w + 4·b·t·k", n),
+    )
 
 
 def _kept(config: ModelConfig, work: Pass, n: Mapping[str, int], layers: int) -> tuple[Held, ...]:
@@ -313,7 +319,7 @@ def _attention_backward(work: Pass, n: Mapping[str, int]) -> str:
         return "b·t·w·(h·k + 2·kv·k) + m·256·512·" + ("12" if work.compute_bytes == 2 else "8")
     copies = "b·t·w·(2·h·k + 2·kv·k) + " if work.micro_batch_size > 1 else ""
     exact = "b·t·kv·k·8" if work.compute_bytes == 2 else "b·t·kv·k·4"
-    candidates = [f"{copies}{exact} + b·t·w·h·k + 8·b·t·kv·k + 8·b·t·h + 12·r·t + 8·r·k"]
+    candidates = [f"{copies}{exact} + b·t·w·h·k + 8·b·t·kv·k + 8·b·t·h + 12·s + 8·r·k"]
     if work.compute_bytes == 2:
         candidates.append(f"{copies}{exact} + 8·b·t·h·k + 8·b·t·h")
     return _largest("", n, *candidates).formula
@@ -329,17 +335,15 @@ def _loss_peak(work: Pass, n: Mapping[str, int], *, gradients: bool) -> Held:
     logits = f"c·v·(w + {4 + lifted})"
     if not gradients:
         return _held("logits of a chunk", logits, n)
-    chunks = -(-tokens // n["c"])
-    if chunks == 1:
-        return _largest("logits of a chunk, gradient of the head", n, logits, "w·c·v + w·v·d")
-    if chunks == 2:
-        return _largest("logits of a chunk, gradient of the head", n, logits, "w·c·v + 2·w·v·d + 4·v·d")
+    head = "4·v·d" if tokens > n["c"] else "0"
     return _largest(
         "logits of a chunk, gradient of the head",
         n,
-        f"{logits} + 4·v·d",
-        "w·c·v + 4·v·d + w·v·d",
-        "w·c·v + 2·w·v·d + 4·v·d",
+        logits,
+        logits.replace("c", "e") + f" + {head}",
+        "w·c·v + w·v·d",
+        f"w·e·v + w·v·d + {head}",
+        f"w·v·d + {head}" if n["w"] == 2 else "0",
     )
 
 

@@ -50,6 +50,9 @@ def run(
         typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's value: --set schedule.peak_lr=3e-4."),
     ] = None,
     resume: Annotated[str, typer.Option("--resume", metavar="auto|never|PATH", help="As in pretrain run.")] = "auto",
+    force: Annotated[
+        bool, typer.Option("--force", help="Start it although the memory plan says that it does not fit.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and start nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object.")] = False,
 ) -> None:
@@ -67,6 +70,7 @@ def run(
         resume=resume,
         environ=os.environ,
         check_data=not dry_run,
+        force=force,
     )
     if dry_run:
         print(json.dumps(launch.to_dict(), indent=2) if as_json else launch.to_text())

@@ -83,10 +83,12 @@ def prepare(
     resume: str,
     environ: Mapping[str, str],
     check_data: bool = False,
+    force: bool = False,
 ) -> Launch:
     """Plan the recipe and build the command. LaunchError: the recipe's own error line, or what is missing here.
 
-    `ranks` defaults to the number of GPUs, or 1 without any. The port is free when this is called.
+    `ranks` defaults to the number of GPUs, or 1 without any. What does not fit this machine's devices is refused, with
+    `force` it is a warning. The port is free when this is called.
     """
     gpus = visible_gpus(environ)
     world_size = ranks if ranks is not None else max(len(gpus), 1)
@@ -94,18 +96,22 @@ def prepare(
         raise LaunchError(f"--ranks {world_size}: must be at least 1")
     if gpus and len(gpus) < world_size:
         raise LaunchError(f"--ranks {world_size}: only {len(gpus)} GPUs are visible and each rank needs its own")
-    plan = plan_recipe(recipe, world_size, overrides, check_data=check_data)
+    plan = plan_recipe(recipe, world_size, overrides, check_data=check_data, force=force)
     directory = run_directory if run_directory is not None else Path("runs") / recipe.stem
     argv = [str(deepspeed_script()), *devices(gpus, world_size), "--master_port", str(free_port())]
     argv += ["--log_level", "warning"]  # what DeepSpeed's two launchers say of themselves would drown what the run says
     argv += ["--module", "pretrain", "run", str(recipe), "--run", str(directory), "--resume", resume]
     argv += [word for override in overrides for word in ("--set", override)]
+    argv += ["--force"] if force else []
     return Launch(tuple(argv), added_environment(bool(gpus), world_size, environ), directory, world_size, plan)
 
 
-def plan_recipe(recipe: Path, world_size: int, overrides: Sequence[str], *, check_data: bool) -> dict[str, Any]:
+def plan_recipe(
+    recipe: Path, world_size: int, overrides: Sequence[str], *, check_data: bool, force: bool = False
+) -> dict[str, Any]:
     """The JSON of `pretrain plan`, run as a command of its own. LaunchError with its error line when it refuses."""
     command = [sys.executable, "-m", "pretrain", "plan", str(recipe), "--json", "--world-size", str(world_size)]
+    command += ["--device-memory", "auto", *(["--force"] if force else [])]
     command += [word for override in overrides for word in ("--set", override)]
     command += ["--check-data"] if check_data else []
     # It is no rank: a RANK that something else left in the environment would silence it.
@@ -199,6 +205,7 @@ def run(launch: Launch, environ: Mapping[str, str]) -> int:
     are passed on as SIGTERM. A second one ends the group at once. Whatever happens, no process of it is left behind.
     """
     before = attempt(read_status(launch.run_directory))
+    killed_before = oom_kills()
     process = subprocess.Popen(
         launch.argv,
         env={**environ, **launch.environment},
@@ -231,11 +238,17 @@ def run(launch: Launch, environ: Mapping[str, str]) -> int:
     status = read_status(launch.run_directory)
     if attempt(status) > before and status.get("state") == "running":  # whoever should have said so was killed
         (launch.run_directory / "status.json").write_text(json.dumps({**status, "state": "failed"}) + "\n")
-    return verdict(code, before, status, launch.run_directory)
+    killer = None if asked > 1 else oom_killer(killed_before, oom_kills())
+    return verdict(code, before, status, launch.run_directory, killer)
 
 
-def verdict(code: int, attempt_before: int, status: Mapping[str, Any], run_directory: Path) -> int:
-    """The exit code: 0 if `status` says stopped or finished for a newer attempt, else the launcher's own or 1."""
+def verdict(
+    code: int, attempt_before: int, status: Mapping[str, Any], run_directory: Path, killer: str | None = None
+) -> int:
+    """The exit code: 0 if `status` says stopped or finished for a newer attempt, else the launcher's own or 1.
+
+    `killer`: what is known of the kernel having ended a process for want of memory meanwhile.
+    """
     if attempt(status) > attempt_before and status.get("state") in ("stopped", "finished"):
         return 0
     if attempt(status) > attempt_before:
@@ -243,8 +256,53 @@ def verdict(code: int, attempt_before: int, status: Mapping[str, Any], run_direc
         where = f"a rank died, {steps}; what it said stands above; the same command resumes from the last checkpoint"
     else:
         where = "it ended before its first step; what it said stands above"
+    where += "" if killer is None else f". {killer}"
     print(f"error: run {run_directory} failed (launcher code {code}): {where}", file=sys.stderr)
     return code if code > 0 else FAILED
+
+
+def oom_kills(root: Path = Path("/")) -> dict[str, int]:
+    """How many processes Linux has ended so far for want of memory: in this process's control group, on this machine.
+
+    A count that the system does not tell is left out.
+    """
+    counts: dict[str, int] = {}
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        tree, name = root / "sys/fs/cgroup", "memory.events"  # version 2
+        if "memory" in controllers.split(","):
+            tree, name = tree / "memory", "memory.oom_control"
+        elif controllers:
+            continue
+        # A container often sees its own group as the root of the tree.
+        for place in (tree / path.lstrip("/") / name, tree / name):
+            for word, _, count in (entry.partition(" ") for entry in _lines(place)):
+                if word == "oom_kill":
+                    counts.setdefault("group", int(count))
+    for word, _, count in (entry.partition(" ") for entry in _lines(root / "proc/vmstat")):
+        if word == "oom_kill":
+            counts["machine"] = int(count)
+    return counts
+
+
+def oom_killer(before: Mapping[str, int], after: Mapping[str, int]) -> str | None:
+    """A sentence where a count of `oom_kills` grew; None where none did."""
+    for where, name in (("group", "this control group"), ("machine", "this machine")):
+        more = after.get(where, 0) - before.get(where, after.get(where, 0))
+        if more > 0:
+            processes = "a process" if more == 1 else f"{more} processes"
+            return (
+                f"Meanwhile the kernel ended {processes} of {name} because main memory ran out (OOM killer), most "
+                "likely a rank: `python -m pretrain plan RECIPE --device-memory auto --fit` says what would fit"
+            )
+    return None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
 
 
 def read_status(run_directory: Path) -> dict[str, Any]:

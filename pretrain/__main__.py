@@ -11,7 +11,7 @@ import time
 import warnings
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -46,9 +46,17 @@ def launched(
     """Accept what DeepSpeed's launcher puts before the verb; the rank itself is read from the environment."""
 
 
+class _Kind(StrEnum):
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 @app.command(
     epilog="\b\nExamples:\n  python -m pretrain plan pretrain/recipes/mini.toml\n"
     "  python -m pretrain plan pretrain/recipes/0.5b.toml --world-size 8 --device-memory 24GB\n"
+    "  python -m pretrain plan pretrain/recipes/0.5b.toml --world-size 8 --device-memory 24GB --fit\n"
+    "  python -m pretrain plan pretrain/recipes/mini.toml --device-memory auto\n"
+    "  python -m pretrain plan pretrain/recipes/0.5b.toml --presets\n"
     "  python -m pretrain plan pretrain/recipes/0.5b.toml --set deepspeed.config=ds_configs/zero3.json --json\n"
     "  python -m pretrain plan recipe.toml --check-data"
 )
@@ -57,8 +65,22 @@ def plan(
     world_size: Annotated[int, typer.Option("--world-size", metavar="N", help="Ranks, one a GPU.")] = 1,
     device_memory: Annotated[
         str | None,
-        typer.Option("--device-memory", metavar="SIZE", help="What one device has, 24GB or 22GiB; absent: no verdict."),
+        typer.Option(
+            "--device-memory",
+            metavar="SIZE|auto",
+            help="What one rank's device has: 24GB, 22GiB; auto: this machine's. Absent: no verdict.",
+        ),
     ] = None,
+    device: Annotated[
+        _Kind | None, typer.Option("--device", help="What ranks run on: cuda if not given; with auto as found.")
+    ] = None,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Look for the cheapest configuration that fits --device-memory.")
+    ] = False,
+    presets: Annotated[
+        bool, typer.Option("--presets", help="Only that: what fits GPUs of 8 to 141 GB, 1 to 8 of them, as a table.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="What does not fit is a warning, not an error.")] = False,
     check_data: Annotated[
         bool,
         typer.Option(
@@ -69,15 +91,48 @@ def plan(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokens, steps and static memory of a recipe, before anything is started; exit 2 if it cannot run or fit."""
-    from pretrain.config import load_recipe
-    from pretrain.plan import parse_memory
+    """Tokens, steps and memory of a recipe, before anything is started; exit 2 if it cannot run or fit."""
+    from pretrain.config import RecipeError, load_recipe
+    from pretrain.device_memory import DeviceMemory, described, this_device
+    from pretrain.fit import Fit, first_fit, too_big
+    from pretrain.plan import AUTO_IS, parse_memory
     from pretrain.plan import plan as make_plan
 
-    memory = None if device_memory is None else parse_memory(device_memory)
+    if presets and (device_memory, device, fit, force, check_data, world_size) != (None, None, False, False, False, 1):
+        raise RecipeError("--presets goes over devices and ranks by itself: leave out all but RECIPE, --set and --json")
+    if fit and device_memory is None:
+        raise RecipeError("--fit needs a device to fit: add --device-memory SIZE, or --device-memory auto")
+    kind: Literal["cpu", "cuda"] = "cpu" if device is _Kind.CPU else "cuda"
+    memory: DeviceMemory | None = None
+    if device_memory == "auto":
+        memory = this_device(max(world_size, 1), "cpu" if device is _Kind.CPU else os.environ.get("DS_ACCELERATOR"))
+        if device is not None and memory.kind != kind:
+            raise RecipeError("--device cuda --device-memory auto: torch sees no GPU here: give its SIZE")
+    elif device_memory is not None:
+        memory = described(parse_memory(device_memory), kind)
     config = load_recipe(recipe, overrides or ())
-    made = make_plan(config, world_size, memory)
-    report, lines = made.to_dict(), [made.to_text()]
+    compute = config.precision.compute_where(AUTO_IS)
+    if presets:
+        from pretrain.device_presets import presets as all_presets
+        from pretrain.device_presets import to_dicts, to_markdown
+
+        table = all_presets(config, compute)
+        print(json.dumps(to_dicts(table), indent=2) if as_json else to_markdown(table))
+        return
+    fitted: Fit | None = None
+    if fit and memory is not None:
+        if world_size < 1:
+            raise RecipeError(f"world size {world_size}: must be at least 1")
+        fitted = first_fit(config, world_size, memory, compute)
+        if fitted.chosen is None:
+            print(json.dumps({"fit": fitted.to_dict()}, indent=2) if as_json else fitted.to_text())
+            raise typer.Exit(_complain(fitted.failure()))
+        config = fitted.chosen.config
+    made = make_plan(config, world_size, memory, kind)
+    report = made.to_dict()
+    lines = [made.to_text()] if fitted is None else [fitted.to_text(), "", *made.memory_lines()]
+    if fitted is not None:
+        report["fit"] = fitted.to_dict()
     if check_data:
         from data_pipeline.packing_plan import packing_figures
         from pretrain.plan import Reading
@@ -97,8 +152,12 @@ def plan(
         lines += ["", f"packing {packing}, an epoch of each source:"]
         lines += [f"  {name}: {one.to_text()}" for name, one in figures.items()]
     print(json.dumps(report, indent=2) if as_json else "\n".join(lines))
-    if made.verdict is not None and not made.verdict.fits:
-        raise typer.Exit(2)
+    if made.verdict is not None and memory is not None:
+        message = too_big(config, world_size, memory, made.verdict.need, compute)
+        if message is not None and not force:
+            raise typer.Exit(_complain(f"{recipe} {message}, or go on with --force"))
+        if message is not None:
+            print(f"warning: {recipe} {message}", file=sys.stderr)
 
 
 @app.command(
@@ -116,24 +175,49 @@ def run(
         str,
         typer.Option(metavar="auto|never|PATH", help="auto: go on from this run's newest whole checkpoint, if any."),
     ] = "auto",
+    force: Annotated[
+        bool, typer.Option("--force", help="Begin although the memory plan says that it does not fit.")
+    ] = False,
 ) -> None:
     """Train. One process on its own; several under `deepspeed` or `python -m launch run`. Started again, it resumes."""
-    from pretrain.config import load_recipe
+    from pretrain.config import RecipeError, load_recipe
 
     config = load_recipe(recipe, overrides or ())
+    from pretrain.device_memory import of_rank, ranks_here
+    from pretrain.fit import needed, too_big
     from pretrain.metrics import TrainingDivergedError
-    from pretrain.runtime import Ranks, is_lost_peer, one_ranks_fault
+    from pretrain.out_of_memory import explain, is_out_of_memory
+    from pretrain.run_directory import RunDirectory
+    from pretrain.runtime import Ranks, auto_compute, is_lost_peer, one_ranks_fault, pick_device
     from pretrain.train import train
 
     with one_ranks_fault():
         ranks = Ranks.from_environment(os.environ)
+    device = pick_device(ranks.local_rank, ranks.accelerator)
+    compute = config.precision.compute_where(auto_compute(device))
+    here = ranks_here(os.environ, ranks.world_size)
+    memory = of_rank(device.type, ranks.local_rank, here, alone=ranks.world_size == 1)
+    need = needed(config, ranks.world_size, memory.kind, compute)
+    message = too_big(config, ranks.world_size, memory, need, compute)
+    if message is not None and not force:
+        refusal = RecipeError(f"{recipe} {message}, or go on with --force")
+        if memory.occupied or ranks.local_rank == 0:  # other ranks of this machine have the same to say
+            refusal.add_note("met by this rank alone")
+        raise refusal
+    if message is not None and ranks.is_first:
+        print(f"warning: {recipe} {message}", file=sys.stderr)
+    path = directory or Path("runs") / recipe.stem
     try:
-        train(config, directory or Path("runs") / recipe.stem, ranks, resume=resume)
+        train(config, path, ranks, resume=resume)
     except TrainingDivergedError as error:
         _complain(str(error))
         raise typer.Exit(1) from None
-    except RuntimeError as error:
-        if not is_lost_peer(error):
+    except (RuntimeError, MemoryError, OSError) as error:
+        if is_out_of_memory(error):
+            saved = RunDirectory(path).checkpoints
+            line = explain(error, config, ranks.world_size, need, compute, device, saved)
+            raise typer.Exit(_complain(line, on_every_rank=True)) from None
+        if not isinstance(error, RuntimeError) or not is_lost_peer(error):
             raise
         _complain("another rank is gone, and this one cannot go on without it", on_every_rank=True)
         raise typer.Exit(1) from None

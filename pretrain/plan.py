@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from data_pipeline.order import SampleOrder
 from model.accounting import parameter_count
-from pretrain.batching import BatchPlan
-from pretrain.config import Compute, RecipeError, RunConfig, from_root, show
-from pretrain.engine import read_json, refusal, resolve, zero_stage
-from pretrain.memory import Budget, static_budget
+from pretrain.batching import BatchPlan, steps_of
+from pretrain.config import Compute, RecipeError, RunConfig, from_root, parse_recipe, show
+from pretrain.device_memory import GB, MB, DeviceMemory, show_size
+from pretrain.engine import read_json, resolve, zero_stage
+from pretrain.fit import FRAGMENTATION, Need
+from pretrain.memory import MOMENTS, Budget, budget
 
-MB = 10**6
-GB = 10**9
 UNITS = {"mb": MB, "gb": GB, "tb": 10**12, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
-# What a verdict sets aside beside the static memory: a CUDA context with its kernels and NCCL's channels (0.5 to 1 GB
-# on current GPUs), and what a caching allocator cannot use of memory cut into pieces.
-CONTEXT_BYTES = GB
-FRAGMENTATION = 0.05
 AUTO_IS: Compute = "bf16"  # no device is asked; fp16 takes no more bytes
-LABEL = "static only: activations not counted yet"
-NOT_COUNTED = (
-    "activations, logits and the loss's fp32 gradient of the head, communication buckets, gathered layers of ZeRO-3, "
-    "the gradient copy inside step()"
-)
+
+Kind = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -39,33 +32,76 @@ class Row:
     refused: str | None
     configured: bool
 
+    def to_dict(self, parameters: int) -> dict[str, Any]:
+        head = {"stage": self.stage, "accumulate": self.accumulate, "configured": self.configured}
+        if self.budget is None:
+            return {**head, "refused": self.refused}
+        static = self.budget.static_bytes
+        return {
+            **head,
+            "refused": None,
+            "static_bytes": static,
+            "bytes_per_parameter": static / parameters,
+            "peak_bytes": self.budget.peak_bytes(),
+            "peak_moment": self.budget.peak_moment,
+            "host_bytes": self.budget.peak_bytes("host"),
+        }
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the configured stage fits a device, by static memory and a stated allowance alone."""
+    """Whether a rank fits its device: the predicted peak, what a process holds beside its tensors, and an allowance."""
 
-    device_memory_bytes: int
+    need: Need
+    memory: DeviceMemory
     static_bytes: int
-    context_bytes: int
-    fragmentation_bytes: int
-
-    @property
-    def needed_bytes(self) -> int:
-        return self.static_bytes + self.context_bytes + self.fragmentation_bytes
 
     @property
     def fits(self) -> bool:
-        return self.needed_bytes <= self.device_memory_bytes
+        return self.need.fits(self.memory)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; bytes per rank."""
+        need, memory = self.need, self.memory
+        return {
+            "fits": self.fits,
+            "needed_bytes": need.total_bytes,
+            "device_memory_bytes": memory.total_bytes,
+            "device_memory_is": memory.source,
+            "static_bytes": self.static_bytes,
+            "peak_bytes": need.peak_bytes,
+            "peak_moment": need.moment,
+            "context_bytes": need.process_bytes,
+            "fragmentation_bytes": need.fragmentation_bytes,
+            "host_needed_bytes": need.host_bytes,
+            "host_memory_bytes": memory.host_bytes,
+        }
+
+    def lines(self) -> list[str]:
+        need, memory = self.need, self.memory
+        beside = "context" if memory.kind == "cuda" else "process"
+        lines = [
+            f"verdict: {'fits' if self.fits else 'does not fit'}",
+            f"  peak {show_size(need.peak_bytes)} ({need.moment}) + {beside} {show_size(need.process_bytes)} "
+            f"+ fragmentation {show_size(need.fragmentation_bytes)} ({FRAGMENTATION:.0%} of the peak) "
+            f"= {show_size(need.total_bytes)}, a rank has {show_size(memory.total_bytes)} ({memory.source})",
+        ]
+        if memory.kind == "cuda" and need.host_bytes:
+            has = "" if memory.host_bytes is None else f", its share is {show_size(memory.host_bytes)}"
+            lines.append(f"  main memory {show_size(need.host_bytes)} a rank{has}")
+        return lines
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe on a number of ranks: sums, static memory per rank, and a verdict where a device memory was given."""
+    """A recipe on a number of ranks: sums, memory per rank, and a verdict where a device's memory was given."""
 
     config: RunConfig
     batch: BatchPlan
     deepspeed: dict[str, Any]
     parameters: int
+    kind: Kind
+    budget: Budget
     rows: tuple[Row, ...]
     verdict: Verdict | None
 
@@ -75,10 +111,11 @@ class Plan:
 
     @property
     def total_tokens(self) -> int:
-        return self.batch.tokens_per_step * self.config.schedule.max_steps
+        return steps_of(self.config.batch).samples_before(self.config.schedule.max_steps) * self.batch.seq_len
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, JSON-able; memory in bytes per rank."""
+        held = self.budget
         return {
             "parameters": self.parameters,
             "world_size": self.batch.world_size,
@@ -87,6 +124,7 @@ class Plan:
             "gradient_accumulation_steps": self.batch.gradient_accumulation_steps,
             "seq_len": self.batch.seq_len,
             "tokens_per_step": self.batch.tokens_per_step,
+            "batch_ramp": [part.model_dump() for part in self.config.batch.ramp],
             "tokens_per_micro_step": self.batch.tokens_per_micro_step,
             "warmup_steps": self.config.schedule.warmup_steps,
             "max_steps": self.config.schedule.max_steps,
@@ -94,13 +132,25 @@ class Plan:
             "zero_stage": self.stage,
             "precision": self.config.precision.model_dump(),
             "deepspeed": self.deepspeed,
-            "static_memory": {"label": LABEL, "not_counted": NOT_COUNTED, "budgets": [_row(row) for row in self.rows]},
-            "verdict": None if self.verdict is None else _verdict(self.verdict),
+            "memory": {
+                "device": self.kind,
+                "parts": [asdict(part) for part in held.parts],
+                "moments": {
+                    moment: {"device_bytes": held.at(moment), "host_bytes": held.at(moment, "host")}
+                    for moment in MOMENTS
+                },
+                "static_bytes": held.static_bytes,
+                "peak_bytes": held.peak_bytes(),
+                "peak_moment": held.peak_moment,
+                "host_peak_bytes": held.peak_bytes("host"),
+            },
+            "stages": [row.to_dict(self.parameters) for row in self.rows],
+            "verdict": None if self.verdict is None else self.verdict.to_dict(),
         }
 
     def to_text(self) -> str:
         """The same for people. GB is 10^9 bytes."""
-        return "\n".join([*self._sums(), "", *self._memory(), "", *self._judgement()])
+        return "\n".join([*self._sums(), "", *self.memory_lines(), "", *self._stages(), "", *self._judgement()])
 
     def _sums(self) -> list[str]:
         batch, schedule = self.batch, self.config.schedule
@@ -112,48 +162,62 @@ class Plan:
             + padded,
             f"accumulation      {batch.gradient_accumulation_steps} micro-steps = {batch.global_batch_size} / "
             f"({batch.micro_batch_size} sequences × {batch.world_size} ranks)",
+            *([f"batch ramp        {steps_of(self.config.batch).told()}"] if self.config.batch.ramp else []),
             f"steps             {schedule.max_steps:,}, the first {schedule.warmup_steps:,} of them warm-up",
             f"total tokens      {self.total_tokens:,}, {self.total_tokens / self.parameters:.1f} per parameter{padded}",
         ]
 
-    def _memory(self) -> list[str]:
-        precision = self.config.precision
-        largest = max(row.budget.total_bytes for row in self.rows if row.budget is not None)
-        unit, unit_name = (GB, "GB") if largest >= GB else (MB, "MB")
-        auto = f"{AUTO_IS} (auto: fp16 on a GPU without bf16)"
-        computed = auto if precision.compute == "auto" else precision.compute
+    def memory_lines(self) -> list[str]:
+        """The budget, part by part, and the moment in which a rank holds most."""
+        held, precision = self.budget, self.config.precision
+        unit, unit_name = (GB, "GB") if held.peak_bytes() >= GB else (MB, "MB")
+        device = "a GPU" if self.kind == "cuda" else "a CPU"
         lines = [
-            f"static memory per rank in {unit_name}, {computed} compute, {precision.master} masters ({LABEL})",
-            "  ZeRO  sums in  weights  gradients  buffer  masters  moments   total  bytes/parameter",
+            f"memory of one rank on {device} in {unit_name}, ZeRO-{self.stage}, {self._computed} compute, "
+            f"{precision.master} masters (P parameters)",
+            f"  {'part':<34} {unit_name:>8}  {'lives in':<32}  formula",
+        ]
+        for part in held.parts:
+            always = len(part.moments) == len(MOMENTS)
+            lives = "always" if always else ", ".join(part.moments)
+            name = part.name if part.place == "device" else f"{part.name} (main memory)"
+            lines.append(f"  {name:<34} {part.bytes / unit:8.3f}  {lives:<32}  {part.formula}".rstrip())
+        peak = held.peak_moment
+        sums = ", ".join(f"{moment}{'*' if moment == peak else ''} {held.at(moment) / unit:.3f}" for moment in MOMENTS)
+        lines.append(f"  together: {sums}")
+        lines.append(
+            f"  * the peak, {show_size(held.peak_bytes())} in {peak}; {show_size(held.static_bytes)} of it static"
+        )
+        return lines
+
+    @property
+    def _computed(self) -> str:
+        auto = f"{AUTO_IS} (auto: fp16 on a GPU without bf16)"
+        return auto if self.config.precision.compute == "auto" else self.config.precision.compute
+
+    def _stages(self) -> list[str]:
+        largest = max(row.budget.peak_bytes() for row in self.rows if row.budget is not None)
+        unit, unit_name = (GB, "GB") if largest >= GB else (MB, "MB")
+        lines = [
+            f"every stage, {unit_name} a rank: static (the training state), and the peak with all else",
+            "  ZeRO  sums in   static  bytes/parameter     peak  in",
         ]
         for row in self.rows:
-            mark = "*" if row.configured else " "
-            start = f"{mark} {row.stage:<5} {row.accumulate:<7}"
+            start = f"{'*' if row.configured else ' '} {row.stage:<5} {row.accumulate:<7}"
             if row.budget is None:
                 lines.append(f"{start}  refused: {row.refused}")
                 continue
-            weights, gradients, buffer, masters, moments = (part.bytes / unit for part in row.budget.parts)
+            static, peak = row.budget.static_bytes, row.budget.peak_bytes()
             lines.append(
-                f"{start}  {weights:7.2f}  {gradients:9.2f}  {buffer:6.2f}  {masters:7.2f}  {moments:7.2f}  "
-                f"{row.budget.total_bytes / unit:6.2f}  {row.budget.bytes_per_parameter:15.2f}"
+                f"{start}  {static / unit:7.2f}  {static / self.parameters:15.2f}  {peak / unit:7.2f}  "
+                f"{row.budget.peak_moment}"
             )
-            if row.configured:
-                formulas = ", ".join(f"{part.name} {part.formula}" for part in row.budget.parts if part.bytes)
-                lines.append(f"        {formulas} (P parameters)")
-        lines += ["  * this recipe; 'sums in': the dtype gradients are accumulated in (precision.accumulate)"]
-        return lines
+        return [*lines, "  * this recipe; 'sums in': the dtype gradients are accumulated in (precision.accumulate)"]
 
     def _judgement(self) -> list[str]:
-        verdict = self.verdict
-        if verdict is None:
-            return ["no verdict: say what a device has with --device-memory, for example 24GB or 22GiB"]
-        return [
-            f"verdict ({LABEL}): {'fits' if verdict.fits else 'does not fit'}",
-            f"  static {verdict.static_bytes / GB:.2f} + context {verdict.context_bytes / GB:.2f} "
-            f"+ fragmentation {verdict.fragmentation_bytes / GB:.2f} ({FRAGMENTATION:.0%} of static) "
-            f"= {verdict.needed_bytes / GB:.2f} GB, the device has {verdict.device_memory_bytes / GB:.2f} GB",
-            f"  not counted: {NOT_COUNTED}",
-        ]
+        if self.verdict is None:
+            return ["no verdict: say what a device has with --device-memory, for example 24GB or 22GiB, or auto"]
+        return self.verdict.lines()
 
 
 @dataclass(frozen=True)
@@ -167,7 +231,7 @@ class Reading:
 
     @classmethod
     def of(cls, config: RunConfig, order: SampleOrder) -> Reading:
-        samples = config.schedule.max_steps * config.batch.global_batch_size
+        samples = steps_of(config.batch).samples_before(config.schedule.max_steps)
         return cls(samples, order.describe()["stages"], order.epochs(samples), config.data.warn_epochs)
 
     @property
@@ -195,40 +259,47 @@ class Reading:
         return lines
 
 
-def plan(config: RunConfig, world_size: int, device_memory_bytes: int | None = None) -> Plan:
-    """Check a recipe on `world_size` ranks and compute what it will do. RecipeError where it cannot run as written."""
+def plan(config: RunConfig, world_size: int, memory: DeviceMemory | None = None, kind: Kind = "cuda") -> Plan:
+    """Check a recipe on `world_size` ranks and compute what it will do. RecipeError where it cannot run as written.
+
+    `memory` is what one rank may use; without it there is no verdict, and `kind` says what the ranks run on.
+    """
     if world_size < 1:
-        raise RecipeError(f"world size {world_size}: must be at least 1")
-    precision = config.precision
-    compute = precision.compute_where(AUTO_IS)
+        raise RecipeError(f"world size {show(world_size)}: must be at least 1")
+    compute = config.precision.compute_where(AUTO_IS)
+    kind = kind if memory is None else memory.kind
     deepspeed = resolve(read_json(from_root(config.deepspeed.config)), config, world_size, AUTO_IS)
     stage = zero_stage(deepspeed)
-    parameters = parameter_count(config.model)
-
+    held = budget(config, deepspeed, world_size, compute=compute, device=kind)
     half = "fp16" if compute == "fp16" else "bf16"
 
     def row(at_stage: int, accumulate: str) -> Row:
-        refused = refusal(at_stage, compute, precision.master, accumulate)
-        budget = None
-        if refused is None:
-            budget = static_budget(parameters, at_stage, world_size, precision.master, accumulate, compute)
-        configured = (at_stage, accumulate) == (stage, precision.accumulate)
-        return Row(at_stage, accumulate, budget, refused, configured)
+        if (at_stage, accumulate) == (stage, config.precision.accumulate):
+            return Row(at_stage, accumulate, held, None, configured=True)
+        path = config.deepspeed.config if at_stage == stage else f"ds_configs/zero{at_stage}.json"
+        try:
+            other = _with_accumulation(config, accumulate)
+            told = resolve(read_json(from_root(path)), other, world_size, AUTO_IS)
+            elsewhere = budget(other, told, world_size, compute=compute, device=kind)
+        except RecipeError as refused:
+            return Row(at_stage, accumulate, None, str(refused), configured=False)
+        return Row(at_stage, accumulate, elsewhere, None, configured=False)
 
-    verdict = None
-    if device_memory_bytes is not None:
-        static = static_budget(
-            parameters, stage, world_size, precision.master, precision.accumulate, compute
-        ).total_bytes
-        verdict = Verdict(device_memory_bytes, static, CONTEXT_BYTES, round(FRAGMENTATION * static))
     return Plan(
         config=config,
         batch=BatchPlan.from_config(config, world_size),
         deepspeed=deepspeed,
-        parameters=parameters,
+        parameters=parameter_count(config.model),
+        kind=kind,
+        budget=held,
         rows=tuple(row(at_stage, accumulate) for at_stage in range(4) for accumulate in (half, "fp32")),
-        verdict=verdict,
+        verdict=None if memory is None else Verdict(Need.of(held, kind), memory, held.static_bytes),
     )
+
+
+def _with_accumulation(config: RunConfig, accumulate: str) -> RunConfig:
+    tables = {name: getattr(config, name) for name in RunConfig.model_fields}
+    return parse_recipe({**tables, "precision": {**config.precision.model_dump(), "accumulate": accumulate}})
 
 
 def parse_memory(text: str, what: str = "device memory") -> int:
@@ -239,16 +310,3 @@ def parse_memory(text: str, what: str = "device memory") -> int:
     if not 1 <= size_bytes < 2**63:
         raise RecipeError(f"{what} {show(text)}: write a positive number with a unit, for example 24GB or 22GiB")
     return round(size_bytes)
-
-
-def _row(row: Row) -> dict[str, Any]:
-    head = {"stage": row.stage, "accumulate": row.accumulate, "configured": row.configured, "refused": row.refused}
-    if row.budget is None:
-        return head
-    parts = [asdict(part) for part in row.budget.parts]
-    total = {"total_bytes": row.budget.total_bytes, "bytes_per_parameter": row.budget.bytes_per_parameter}
-    return {**head, "parts": parts, **total}
-
-
-def _verdict(verdict: Verdict) -> dict[str, Any]:
-    return {"label": LABEL, "fits": verdict.fits, "needed_bytes": verdict.needed_bytes, **asdict(verdict)}

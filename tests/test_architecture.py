@@ -55,6 +55,9 @@ WITHOUT_TORCH = (
     "pretrain/schedule.py",
     "pretrain/memory.py",
     "pretrain/plan.py",
+    "pretrain/fit.py",
+    "pretrain/device_memory.py",
+    "pretrain/device_presets.py",
 )
 
 

@@ -38,7 +38,7 @@ GENERATION = "generation_config.json"
 
 _EXPORTED = frozenset({CONFIG, GENERATION, WEIGHTS, INDEX, DESCRIPTION_FILE, *EXPORTED_FILES})
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_IMPORTED = frozenset({"manifest.json", "model.json", "weights.safetensors", "tokenizer"})
+IMPORTED = frozenset({"manifest.json", "model.json", "weights.safetensors", "tokenizer", "averaged.json"})
 
 
 @dataclass(frozen=True)
@@ -156,23 +156,28 @@ def import_hf(
     files damaged or of two models, no tokenizer, an `out` that is occupied.
     """
     refuse_unwritable(out)
-    run = RunDirectory(out.absolute().parents[1])
-    if run.checkpoints == out.absolute().parent and run.recipe.exists():
-        raise CheckpointError(
-            f"{out} is among the checkpoints of a run, which could not resume from weights alone: name a place of "
-            "their own, and start a run from it with initial_weights"
-        )
-    refuse_occupied(out, overwrite=overwrite, replaceable=_IMPORTED, kind="checkpoint")
+    refuse_among_checkpoints(out)
+    refuse_occupied(out, overwrite=overwrite, replaceable=IMPORTED, kind="checkpoint")
     try:
         config = replace(_read_config(folder), rope_layout=rope_layout)
         codec = _tokenizer(folder, tokenizer, config)
         weights = read_weights(folder, config)
     except WeightsError as error:
         raise CheckpointError(str(error)) from None
-    with published(out, overwrite=overwrite, replaceable=_IMPORTED, kind="checkpoint") as fresh:
+    with published(out, overwrite=overwrite, replaceable=IMPORTED, kind="checkpoint") as fresh:
         write_imported(fresh, config, weights, codec)
     files = sorted(path for path in out.rglob("*") if path.is_file())
     return report(out, files, weights, config.vocab_size, codec), config
+
+
+def refuse_among_checkpoints(out: Path) -> None:
+    """Raise CheckpointError where `out`, a place for weights without a run, is one for a run's checkpoints."""
+    run = RunDirectory(out.absolute().parents[1])
+    if run.checkpoints == out.absolute().parent and run.recipe.exists():
+        raise CheckpointError(
+            f"{out} is among the checkpoints of a run, which could not resume from weights alone: name a place of "
+            "their own, and start a run from it with initial_weights"
+        )
 
 
 def _read_config(folder: Path) -> ModelConfig:

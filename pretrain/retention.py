@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pretrain.config import CheckpointTable
+
 Reason = Literal["last", "every", "best", "healthy"]
 
 
@@ -34,6 +36,11 @@ class Retention:
     keep_last: int
     keep_every_steps: int | None = None
     keep_best: int = 0
+
+    @classmethod
+    def of(cls, table: CheckpointTable) -> Retention:
+        """What a recipe lets stay."""
+        return cls(table.keep_last, table.keep_every_steps, table.keep_best)
 
     def reasons(self, checkpoints: Sequence[Saved]) -> dict[int, tuple[Reason, ...]]:
         """By step, in ascending order, why each checkpoint stays; those with no reason may go.

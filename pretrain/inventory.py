@@ -1,0 +1,149 @@
+"""The checkpoints of a run, seen from outside: what each is, whether it is whole, why it stays; and removing the rest.
+
+Only `remove_others` changes anything, and it needs the run's lock: no run is at work there meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pretrain.checkpoint import list_checkpoints, measured_at, read_manifest, remove, saved, step_of, verify
+from pretrain.retention import Reason, Retention
+from pretrain.run_directory import CheckpointError, RunDirectory
+
+OnBytes = Callable[[int, int], None]  # hears how many bytes have been verified, of how many
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint. `state` is "unverified" where its files were not compared with their hashes."""
+
+    path: Path
+    step: int
+    written_at: str  # when its manifest was, UTC
+    bytes: int | None  # of all files that the manifest lists
+    loss: float | None  # of the step before it, in training
+    heldout_loss: float | None  # of all sources, where that step was evaluated
+    healthy: bool | None  # loss, weights and moments are finite; None: not recorded
+    state: Literal["whole", "unverified", "damaged"]
+    fault: str | None = None  # what is damaged
+    latest: bool = False
+    kept: tuple[Reason, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.path.name, **{name: value for name, value in vars(self).items() if name != "path"}}
+
+
+def run_directory(path: Path) -> RunDirectory:
+    """The run at `path`. Raises CheckpointError where none is."""
+    run = RunDirectory(path)
+    if not run.recipe.is_file() or not run.checkpoints.is_dir():
+        raise CheckpointError(
+            f"{path} is no run directory (it lacks recipe.toml or checkpoints/): name one, as runs/mini"
+        )
+    return run
+
+
+def entries(
+    run: RunDirectory,
+    retention: Retention,
+    *,
+    check: Literal["none", "newest", "all"] = "none",
+    on_bytes: OnBytes = lambda done, total: None,
+) -> list[Entry]:
+    """All checkpoints of a run, oldest first, and why `retention` keeps each.
+
+    check: which are verified by their hashes: none; all; or, newest first, those up to one that is whole and healthy.
+    What is found to be damaged counts for nothing: it keeps no other out, and is not kept for any reason.
+    """
+    latest = _latest(run)
+    found = {}
+    for path in list_checkpoints(run.checkpoints):
+        with suppress(FileNotFoundError):  # removed meanwhile by the run itself
+            found[path] = _look(path, latest)
+    to_check = [path for path in reversed(found) if check != "none" and found[path].state != "damaged"]
+    sizes = {path: found[path].bytes or 0 for path in to_check}
+    done = 0
+    for number, path in enumerate(to_check):
+        total = sum(sizes.values()) if check == "all" else done + sizes[path]
+
+        def count(read: int, total: int = total) -> None:
+            nonlocal done
+            done += read
+            on_bytes(done, total)
+
+        try:
+            verify(path, count)
+            found[path] = replace(found[path], state="whole")
+        except CheckpointError as error:
+            done = sum(sizes[one] for one in to_check[: number + 1])
+            if not path.exists():
+                del found[path]
+                continue
+            found[path] = replace(found[path], state="damaged", fault=str(error))
+        if check == "newest" and found[path].state == "whole" and found[path].healthy is not False:
+            break
+    reasons = retention.reasons([saved(path) for path, entry in found.items() if entry.state != "damaged"])
+    return [replace(entry, kept=reasons.get(entry.step, ())) for entry in found.values()]
+
+
+def _look(path: Path, latest: str | None) -> Entry:
+    """A checkpoint without reading its large files."""
+    written = (path / "manifest.json").stat().st_mtime
+    written_at = datetime.fromtimestamp(written, UTC).isoformat(timespec="seconds")
+    try:
+        size = sum(record["bytes"] for record in read_manifest(path)["files"].values())
+        measured = measured_at(path)
+    except CheckpointError as error:
+        return Entry(path, step_of(path), written_at, None, None, None, None, "damaged", str(error))
+    loss, heldout_loss = (_number(measured.get(name)) for name in ("loss", "heldout_loss"))
+    healthy = None if "healthy" not in measured else measured["healthy"] is True
+    return Entry(
+        path, step_of(path), written_at, size, loss, heldout_loss, healthy, "unverified", latest=path.name == latest
+    )
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _latest(run: RunDirectory) -> str | None:
+    file = run.checkpoints / "latest"
+    return file.read_text(errors="replace").strip() if file.is_file() else None
+
+
+def set_aside(run: RunDirectory) -> list[Path]:
+    """What a resume found damaged or not finite and renamed; nothing reads or removes it."""
+    return sorted([*run.checkpoints.glob("step-*.damaged*"), *run.checkpoints.glob("step-*.unhealthy*")])
+
+
+def superfluous(found: Sequence[Entry]) -> list[Entry]:
+    """Those that nothing keeps. Damaged ones are not among them: a file of theirs may be restored from a copy."""
+    return [entry for entry in found if not entry.kept and entry.state != "damaged"]
+
+
+def remove_others(
+    run: RunDirectory,
+    retention: Retention,
+    *,
+    check: Literal["newest", "all"] = "newest",
+    on_bytes: OnBytes = lambda done, total: None,
+) -> tuple[list[Entry], list[Entry]]:
+    """Remove the checkpoints that `retention` does not keep; gives those that stay and those that went.
+
+    Raises RunDirectoryError while a run is at work there, and CheckpointError, with nothing removed, where none of the
+    healthy ones is whole: one that is not may be the best there is.
+    """
+    run.lock()
+    found = entries(run, retention, check=check, on_bytes=on_bytes)
+    going = superfluous(found)
+    if going and not any(entry.state == "whole" and entry.healthy is not False for entry in found):
+        raise CheckpointError(f"none of the {len(found)} checkpoints in {run.checkpoints} is whole: nothing is removed")
+    for entry in going:
+        remove(entry.path)
+    return [entry for entry in found if entry not in going], going

@@ -9,11 +9,16 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from pretrain.inventory import Entry
 
 PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
 
@@ -240,25 +245,11 @@ def evaluate(
 ) -> None:
     """Held-out loss, perplexity and bits per byte of each source, beside the uniform and the unigram baseline."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.table import Table
 
     from pretrain.evaluate import evaluate_checkpoint
 
-    watched = sys.stderr.isatty()
-    started = spoke_at = time.monotonic()
-    columns = TextColumn("{task.fields[rate]}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not watched) as progress:
-        task = progress.add_task("evaluate", total=None, rate="")
-
-        def show(done: int, total: int) -> None:
-            nonlocal spoke_at
-            rate = f"{done / (time.monotonic() - started):,.0f} tokens/s"
-            progress.update(task, completed=done, total=total, rate=rate)
-            if not watched and time.monotonic() - spoke_at > 10:
-                spoke_at = time.monotonic()
-                print(f"{done:,} of {total:,} tokens scored, {rate}", file=sys.stderr, flush=True)
-
+    with _progress("scored", "tokens") as show:
         scores = evaluate_checkpoint(
             checkpoint,
             data,
@@ -413,6 +404,157 @@ def import_weights(
         return
     print(f"{done.to_text()}\n\nin a recipe that starts from it:\n\ninitial_weights = {json.dumps(done.out)}\n")
     print("\n".join(["[model]", *(f"{name} = {json.dumps(value)}" for name, value in config.to_dict().items())]))
+
+
+@app.command(
+    epilog="\b\nExamples:\n  python -m pretrain checkpoints runs/mini\n"
+    "  python -m pretrain checkpoints runs/mini --verify --json\n"
+    "  python -m pretrain checkpoints runs/mini --prune --keep-last 1 --keep-best 2\n"
+    "  python -m pretrain checkpoints runs/mini --prune --yes\n"
+    "  python -m pretrain checkpoints runs/mini --average 4 --out averaged/mini\n"
+    "  python -m pretrain checkpoints runs/mini --average 3000,3500,4000 --out averaged/mini"
+)
+def checkpoints(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    check: Annotated[bool, typer.Option("--verify", help="Compare every file with its recorded hash.")] = False,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Say which the recipe's rule, or --keep-..., would not keep.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="With --prune: remove them.")] = False,
+    keep_last: Annotated[
+        int | None, typer.Option("--keep-last", min=1, metavar="N", help="With --prune, instead of the recipe's.")
+    ] = None,
+    keep_every_steps: Annotated[
+        int | None, typer.Option("--keep-every-steps", min=0, metavar="N", help="The same; 0: none for this reason.")
+    ] = None,
+    keep_best: Annotated[
+        int | None, typer.Option("--keep-best", min=0, metavar="N", help="The same; by held-out loss.")
+    ] = None,
+    average: Annotated[
+        str | None,
+        typer.Option(metavar="N|STEP,STEP,...", help="Make the mean of the newest N, or of these, a new checkpoint."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="With --average: the checkpoint to make.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --average made there before.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the checkpoints of a run and why each stays; verify them, remove what nothing keeps, or average weights."""
+    from pretrain.config import RecipeError
+
+    given = {"keep_last": keep_last, "keep_every_steps": keep_every_steps, "keep_best": keep_best}
+    keeps: dict[str, Any] = {
+        name: value or None if name == "keep_every_steps" else value
+        for name, value in given.items()
+        if value is not None
+    }
+    if average is None and (out is not None or overwrite):
+        raise RecipeError("--out and --overwrite are for --average: say what to average, for example --average 4")
+    if average is not None and (check or prune):
+        raise RecipeError("--average verifies what it reads and removes nothing: leave out --verify and --prune")
+    if not prune and (yes or keeps):
+        raise RecipeError("--yes and --keep-... are for --prune: add it, or leave them out")
+    if average is not None:
+        if out is None:
+            raise RecipeError("--average needs a place for the checkpoint it makes: add --out DIR")
+        _average(run, average, out, overwrite=overwrite, as_json=as_json)
+        return
+
+    from dataclasses import replace
+
+    from pretrain import inventory
+    from pretrain.config import load_recipe
+    from pretrain.retention import Retention
+
+    directory = inventory.run_directory(run)
+    retention = replace(Retention.of(load_recipe(directory.recipe).checkpoint), **keeps)
+    with _progress("verified", "bytes") as show:
+        if yes:
+            found, going = inventory.remove_others(
+                directory, retention, check="all" if check else "newest", on_bytes=show
+            )
+        else:
+            depth: Literal["all", "newest", "none"] = "all" if check else "newest" if prune else "none"
+            found = inventory.entries(directory, retention, check=depth, on_bytes=show)
+            going = inventory.superfluous(found)
+    if as_json:
+        report = {"run": str(run), "retention": vars(retention), "checkpoints": [one.to_dict() for one in found]}
+        report["set_aside"] = [path.name for path in inventory.set_aside(directory)]
+        if prune:
+            report["removed" if yes else "would_remove"] = [one.path.name for one in going]
+        print(json.dumps(report, indent=2))
+    else:
+        _print_checkpoints(found)
+        for path in inventory.set_aside(directory):
+            print(f"set aside by a resume, used for nothing: {path}")
+    if prune and not as_json:
+        size = f"{len(going)} checkpoints, {sum(one.bytes or 0 for one in going) / 1e6:,.1f} MB"
+        names = "".join(f"\n  {one.path.name}" for one in going)
+        print(f"removed {size}{names}" if yes else f"would remove {size} (add --yes to do it){names}")
+    if check and any(one.state == "damaged" for one in found):
+        raise typer.Exit(1)
+
+
+def _print_checkpoints(found: Sequence[Entry]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("step", "MB", "written (UTC)", "loss", "held-out", "healthy", "files", "kept as")
+    for number in (0, 1, 3, 4):
+        table.columns[number].justify = "right"
+    for one in found:
+        size = "" if one.bytes is None else f"{one.bytes / 1e6:,.1f}"
+        losses = ["" if loss is None else f"{loss:.4f}" for loss in (one.loss, one.heldout_loss)]
+        healthy = {True: "yes", False: "NO", None: "not recorded"}[one.healthy]
+        kept = [*one.kept, *(["latest"] if one.latest else [])]
+        written = one.written_at.replace("T", " ").removesuffix("+00:00")
+        table.add_row(str(one.step), size, written, *losses, healthy, one.state, ", ".join(kept))
+    console = Console()
+    console.width = max(console.width, 110)
+    console.print(table)
+    for one in found:
+        if one.fault is not None:
+            print(f"damaged: {one.fault}")
+
+
+def _average(run: Path, wanted: str, out: Path, *, overwrite: bool, as_json: bool) -> None:
+    from pretrain.averaging import average
+    from pretrain.config import RecipeError
+    from pretrain.inventory import run_directory
+
+    numbers = wanted.split(",")
+    if not all(number.strip().isascii() and number.strip().isdigit() and len(number) < 20 for number in numbers):
+        raise RecipeError(f"--average {wanted}: say how many of the newest, as 4, or which steps, as 3000,3500,4000")
+    steps = [int(number) for number in numbers]
+    with _progress("verified", "bytes") as show:
+        which = steps[0] if len(steps) == 1 else steps
+        done, sources = average(run_directory(run), which, out, overwrite=overwrite, on_bytes=show)
+    if as_json:
+        print(json.dumps({**done.to_dict(), "averaged": [str(path) for path in sources]}, indent=2))
+        return
+    print(f"{done.to_text()}\nthe mean of {', '.join(path.name for path in sources)}")
+
+
+@contextmanager
+def _progress(done: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """Give what is to hear of long work, as (so far, of all): a bar on a terminal, else now and then a line."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    watched = sys.stderr.isatty()
+    started = spoke_at = time.monotonic()
+    columns = TextColumn("{task.fields[rate]}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not watched) as progress:
+        task = progress.add_task(done, total=None, rate="")
+
+        def show(so_far: int, total: int) -> None:
+            nonlocal spoke_at
+            rate = f"{so_far / (time.monotonic() - started):,.0f} {unit}/s"
+            progress.update(task, completed=so_far, total=total, rate=rate)
+            if not watched and time.monotonic() - spoke_at > 10:
+                spoke_at = time.monotonic()
+                print(f"{so_far:,} of {total:,} {unit} {done}, {rate}", file=sys.stderr, flush=True)
+
+        yield show
 
 
 def _refuse_impostors() -> None:

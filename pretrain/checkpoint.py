@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from data_pipeline.durable import file_sha256, sync_folder
@@ -334,6 +334,7 @@ def measured_at(path: Path) -> dict[str, Any]:
     if not isinstance(measured, dict):
         raise CheckpointError(f"{path}/state.json is damaged")
     return measured
+        _read_json(path / "state.json")
 
 
 def refuse_unhealthy(path: Path) -> None:
@@ -462,6 +463,14 @@ def fill(model: Transformer, weights: Mapping[str, torch.Tensor], path: Path) ->
         n for n, _ in model.named_parameters()
     }
     if set(missing) - tied:
+def open_weights(path: Path) -> safe_open:
+    """A checkpoint's weights to be read one by one (keys, get_tensor), as a context. To be verified before."""
+    try:
+        return safe_open(path / "weights.safetensors", "pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}/weights.safetensors is no file of safetensors: {error}") from None
+
+
         raise CheckpointError(f"{path}/weights.safetensors lacks {sorted(set(missing) - tied)[:3]} of {len(missing)}")
 
 

@@ -301,7 +301,7 @@ def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") 
             if note is not None:
                 report.say(note)
         engine = build_engine(inputs, ranks, device, initial)
-        checkpoints = Checkpoints(directory.checkpoints, retention(config), ranks, report.say)
+        checkpoints = Checkpoints(directory.checkpoints, Retention.of(config.checkpoint), ranks, report.say)
         state = TrainState() if resumed_from is None else checkpoints.load(resumed_from, engine)
         batches = stack.enter_context(loader(inputs, ranks, state))
         report.begins(attempt, state, resumed_from, inputs.order)
@@ -336,12 +336,6 @@ def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") 
 
 def due(state: TrainState, every_steps: int) -> bool:
     return state.global_step % every_steps == 0
-
-
-def retention(config: RunConfig) -> Retention:
-    """What the recipe lets stay of a run's checkpoints."""
-    table = config.checkpoint
-    return Retention(table.keep_last, table.keep_every_steps, table.keep_best)
 
 
 def heldout_scores(engine: TrainingEngine, inputs: Inputs, ranks: Ranks) -> dict[str, Score]:

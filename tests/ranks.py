@@ -31,8 +31,8 @@ PRELOADED = [
     "deepspeed.runtime.zero.muon.muon_optimizer",  # else by the first engine
 ]
 
-_server = mp.get_context("forkserver")
-_server.set_forkserver_preload(PRELOADED)
+server = mp.get_context("forkserver")
+server.set_forkserver_preload(PRELOADED)
 
 Started: TypeAlias = list[tuple[ForkServerProcess, Connection]]
 
@@ -50,8 +50,8 @@ def live_ranks(world_size: int, case: Callable[..., Any], *arguments: Any) -> It
     started: Started = []
     try:
         for rank in range(world_size):
-            receiver, sender = _server.Pipe(duplex=False)
-            process = _server.Process(
+            receiver, sender = server.Pipe(duplex=False)
+            process = server.Process(
                 target=_rank_main, args=(rank, world_size, store.port, sender, case, arguments), daemon=True
             )
             process.start()

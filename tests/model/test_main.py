@@ -6,18 +6,19 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.command_line import run_command
+from tests.ranks import root
 
 
-def run(*arguments: str, root: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "model", *arguments],
-        cwd=root,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_command("model", *arguments)
+
+
+def run_cold(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """By a new Python, which imports torch itself."""
+    command = [sys.executable, "-m", "model", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=root(), env=environment, capture_output=True, text=True, check=False)
 
 
 def test_count_prints_the_table() -> None:
@@ -41,7 +42,7 @@ def test_count_reads_a_recipe_whatever_else_it_holds(tmp_path: Path) -> None:
 def test_verify_reports_every_check(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[model]\npreset = "mini"\nn_layers = 1\nseq_len = 64\nvocab_size = 300\n', encoding="utf-8")
-    outcome = run("verify", str(recipe), "--json")
+    outcome = run_cold("verify", str(recipe), "--json")
     assert outcome.returncode == 0, outcome.stdout
     report = json.loads(outcome.stdout)
     assert report["passed"]

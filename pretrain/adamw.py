@@ -7,7 +7,7 @@ rank piece by piece, so that its fp32 temporaries are those of a piece: about PI
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 from pretrain.rounding import add_kahan, add_nearest, add_stochastic, generator_of
 
 Compensation = Literal["none", "kahan", "stochastic"]
+Group = dict[str, Any]
+State = dict[str, Any]
 
 # Elements that are updated at once: on a CPU what its caches hold, on a GPU enough to keep it busy.
 PIECE = {"cpu": 2**16, "cuda": 2**24}
@@ -32,7 +34,7 @@ class PiecewiseAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        groups: Iterable[dict[str, Any]],
+        groups: Iterable[Group],
         *,
         lr: float,
         betas: tuple[float, float],
@@ -52,31 +54,32 @@ class PiecewiseAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for weights in group["params"]:
-                if weights.grad is not None:
-                    self._update(weights, weights.grad, self._state_of(weights), group)
+                if weights.grad is None:
+                    continue
+                state: State = self.state[weights]
+                if not state:
+                    state["number"] = len(self.state)  # which of this rank's parameters, for its random numbers
+                    state["step"] = torch.zeros(())
+                    if self.compensation == "kahan":
+                        state["lost"] = torch.zeros_like(weights)
+                    state.update(self.new_moments(weights, group))
+                state["step"] += 1
+                self.update(weights, weights.grad, state, group)
 
-    def _state_of(self, weights: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[weights]
-        if not state:
-            state["number"] = len(self.state)  # which of this rank's parameters, for its random numbers
-            state["step"] = torch.zeros(())
-            state["exp_avg"] = torch.zeros_like(weights, dtype=self.moments)
-            state["exp_avg_sq"] = torch.zeros_like(weights, dtype=self.moments)
-            if self.compensation == "kahan":
-                state["lost"] = torch.zeros_like(weights)
-        return state
+    def new_moments(self, weights: Tensor, group: Group) -> State:
+        """What is kept for `weights` beside the step count and what Kahan summation has left over."""
+        return {name: torch.zeros_like(weights, dtype=self.moments) for name in ("exp_avg", "exp_avg_sq")}
 
-    def _update(self, weights: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        state["step"] += 1
+    def update(self, weights: Tensor, gradient: Tensor, state: State, group: Group) -> None:
+        """One step of one flat partition, in place."""
         step, lr, decay = int(state["step"]), group["lr"], group["weight_decay"]
-        add = self._adder(weights.device, state)
-        flat = [weights, gradient, state["exp_avg"], state["exp_avg_sq"], state.get("lost", weights)]
-        size = PIECE[weights.device.type]
-        for w, g, m, v, lost in zip(*(tensor.view(-1).split(size) for tensor in flat), strict=True):
+        add = self.adder(weights.device, state)
+        flat = weights, gradient, state["exp_avg"], state["exp_avg_sq"], state.get("lost", weights)
+        for w, g, m, v, lost in pieces(*flat):
             update = direction(g, m, v, step, group["betas"], group["eps"])
             add(w, update.add_(w, alpha=decay).mul_(-lr), lost)
 
-    def _adder(self, device: torch.device, state: dict[str, Any]) -> Callable[[Tensor, Tensor, Tensor], None]:
+    def adder(self, device: torch.device, state: State) -> Callable[[Tensor, Tensor, Tensor], None]:
         """What adds an fp32 update to weights; its third argument is what Kahan summation has left over."""
         if self.compensation == "kahan":
             return add_kahan
@@ -94,6 +97,12 @@ class PiecewiseAdamW(torch.optim.Optimizer):
             for name, value in state_dict["state"].get(number, {}).items():
                 if isinstance(value, Tensor) and value.dim():
                     self.state[parameter][name] = value.detach().to(parameter.device, copy=True)
+
+
+def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of tensors of one size, flat, PIECE elements of each at a time."""
+    size = PIECE[tensors[0].device.type]
+    return zip(*(torch.split(tensor.view(-1), size) for tensor in tensors), strict=True)
 
 
 def direction(

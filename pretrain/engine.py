@@ -8,6 +8,7 @@ decides. DeepSpeed and torch are imported inside the functions that need them, s
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from model.loss import LossSum
     from model.transformer import Transformer
+    from pretrain.muon import Matrix
     from pretrain.runtime import Ranks
 
 AUTO = "auto"
@@ -357,6 +359,7 @@ class TrainingEngine:
         """`model` in fp32, equal on all ranks; DeepSpeed casts it to the compute dtype and takes its master copy."""
         import deepspeed
 
+        from pretrain.muon import OrthogonalizingAdamW
         from pretrain.optimizer import build_optimizer
 
         self.model_config = model.config
@@ -372,15 +375,44 @@ class TrainingEngine:
         model.to(device)
         # ZeRO-0 in bf16 takes a step on zero gradients to make its state: at rate 0 that decays no weight, and with the
         # state cleared, AdamW's step count begins at 1 (else the first update is a quarter too small).
-        optimizer = build_optimizer(model, config, initial_lr=0.0, rank=ranks.rank)
+        optimizer = build_optimizer(model, config, initial_lr=0.0, rank=ranks.rank, world_size=ranks.world_size)
         self._engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=dict(resolved), dist_init_required=False
         )
         if self.zero_stage == 0:
             optimizer.state.clear()
+        if isinstance(optimizer, OrthogonalizingAdamW):
+            optimizer.layouts.update(self._matrix_layouts(optimizer))
         if in_fp16:
             # At the smallest scale DeepSpeed would raise a bare Exception; `metrics.Report` says it better.
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
+
+    def _matrix_layouts(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, list[Matrix]]:
+        """Where the hidden matrices lie in the flat partitions that DeepSpeed made of them, from its own tables."""
+        from pretrain.muon import Matrix, Piece, cut, spread
+
+        marked = [number for number, group in enumerate(optimizer.param_groups) if group.get("hidden")]
+        zero, world_size = self._engine.optimizer, self.ranks.world_size
+        if self.zero_stage == 0:
+            parameters = [parameter for number in marked for parameter in optimizer.param_groups[number]["params"]]
+            whole = [(p, (Piece(self.ranks.rank, 0, p.numel(), 0),)) for p in parameters]
+            return {p: [Matrix(p.shape[0], p.shape[1], pieces)] for p, pieces in whole}
+        if self.zero_stage == 3:
+            return {
+                flat: spread([tuple(parameter.ds_shape) for parameter in zero.fp16_groups[number]], world_size)
+                for number, flat in enumerate(zero.fp32_partitioned_groups_flat)
+                if zero.sub_group_to_group_id[number] in marked
+            }
+        layouts = {}
+        for number in marked:
+            if hasattr(zero, "bf16_groups"):  # the ZeRO-1 engine of bf16 with fp32 accumulation
+                flat, parameters = zero.fp32_groups_flat_partition[number], zero.bf16_groups[number]
+                offsets = [0, *itertools.accumulate(parameter.numel() for parameter in parameters)][:-1]
+            else:
+                flat, parameters = zero.single_partition_of_fp32_groups[number], zero.round_robin_bit16_groups[number]
+                offsets = zero.round_robin_bit16_offsets[number]
+            layouts[flat] = cut([tuple(parameter.shape) for parameter in parameters], offsets, flat.numel())
+        return layouts
 
     def forward(
         self, inputs: NDArray[np.int64], targets: NDArray[np.int64], documents: NDArray[np.int64] | None = None
@@ -441,6 +473,17 @@ class TrainingEngine:
         updates = scaler.cur_iter - scaler.last_overflow_iter - 1  # since the last overflow
         if updates > 0 and updates % self._loss_scale_window == 0:
             scaler.cur_scale *= 2.0
+
+    def set_global_batch_size(self, sequences: int) -> None:
+        """The global batch of the next step, between two steps: the micro-batch stays, the accumulation follows."""
+        if sequences != self._engine.train_batch_size():
+            self._engine.set_train_batch_size(sequences)
+            self._engine.micro_steps = 0  # a step ends at its multiples of the accumulation: they begin anew
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the last step, behind `load` too."""
+        return float(self._engine.optimizer.param_groups[0]["lr"])
 
     def set_learning_rate(self, lr: float) -> None:
         for group in self._engine.optimizer.param_groups:

@@ -1,16 +1,16 @@
 """What a pass through the model holds beside parameters, their gradients and optimizer state, by arithmetic. No torch.
 
-Which tensors live at once follows from transformer.py and the files it reads: a block keeps for backward what its
-autograd Functions save (attention_cpu.py, norms.py, positions.py, feedforward.py), the loss forms its gradients in the
-forward pass (loss.py). tests/model/test_activations.py holds these sums against the bytes that torch's allocator has
-given out at its peak, temporaries inside kernels included.
+Which tensors live at once follows from transformer.py and what it calls: a block keeps for backward what its autograd
+Functions save (attention_cpu.py, norms.py, positions.py, feedforward.py); the loss forms its gradients in the forward
+pass (loss.py). On CPUs these sums are held against all that torch's allocator gives out, temporaries inside kernels
+included. Those for GPUs follow the same code; what differs there is said where it stands.
 
-A pass is a row of `Moment`s, of which one is the largest. Gradients of parameters grow while activations shrink: so a
-moment of backward says how many parameters have theirs by then, for the caller to count by its own rules (in which
-dtype, partitioned or not), beside those of earlier micro-batches. As both run evenly from block to block, the largest
-moment is in the last block or in the first one.
+A pass is a row of `Moment`s, and what it needs is the largest. Parameters' gradients grow while activations shrink, so
+a moment of backward says how many have formed by then, for the caller to count by its own rules (their dtype,
+partitions, buckets, a matrix's gradient on its way to be added to the one before). Both run evenly from block to block,
+so of each kind of block only the last and the first need to be looked at.
 
-LEGEND names the symbols of the formulas; what a formula says is what is computed.
+LEGEND names the symbols of the formulas. What a formula says is what is computed.
 """
 
 from __future__ import annotations
@@ -27,24 +27,38 @@ from model.config import ModelConfig, checkpointing_period
 LEGEND = {
     "b": "rows of the micro-batch",
     "t": "tokens of a row",
-    "T": "model.seq_len",
+    "T": "seq_len of the model",
     "d": "d_model",
     "f": "d_ff",
     "v": "vocab_size",
-    "L": "blocks",
-    "P": "blocks that keep all they computed, of those that backward has yet to come to",
-    "C": "blocks that are to run again, of the same",
-    "h": "query heads",
-    "kv": "key/value heads",
+    "L": "n_layers",
+    "A": "blocks, of those before the moment, that keep all they computed",
+    "R": "blocks, of the same, that are run again in backward",
+    "h": "n_heads",
+    "kv": "n_kv_heads",
     "k": "head_dim",
     "w": "bytes of a number of the compute dtype",
-    "c": "tokens of a chunk of the loss",
-    "e": "tokens of the largest one behind the first",
-    "r": "queries whose scores the attention's backward forms at a time",
+    "x": "bytes of the fp32 copies that half precision is lifted to and rounded from, 0 in fp32",
+    "c": "tokens of the loss's first chunk",
+    "e": "tokens of the largest chunk behind the first",
+    "q": "queries whose scores are formed at a time in attention's backward on CPUs",
     "s": "those scores",
     "m": "threads of torch on a CPU",
+    "a": "scores that a thread of torch's attention on CPUs holds",
     "j": "slots of the KV cache a row",
 }
+
+# What a block keeps for backward: the inputs of both norms and of the matrices; q, k, v and what attention gave; gate,
+# up and their product; in fp32 a number a token for each norm, and one a query.
+ALL = "b·t·w·(4·d + 2·h·k + 2·kv·k + 3·f) + 4·b·t·(h + 2)"
+UP_TO_ATTENTION = "b·t·w·(2·d + 2·h·k + 2·kv·k) + 4·b·t·(h + 1)"
+PRODUCTS = "b·t·w·(3·d + 2·h·k + 2·kv·k + 2·f) + 4·b·t·h"  # "selective": its input, and what COSTLY_OPERATIONS gave
+INPUT = "b·t·w·d"
+
+# As model/attention_cpu.py has them.
+MOST_TOKENS = 1024
+CHUNK = 64
+SCORES_PER_THREAD = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -76,9 +90,11 @@ class Moment:
 class Pass:
     """One micro-batch of one rank, and how it is computed.
 
-    `compute_bytes`: 2 for bf16 and fp16, 4 for fp32. `documents`: each attends to itself only. `fused_loss`: Liger's
-    kernel, which loss.py takes on GPUs that have it. `threads`: those of torch on a CPU, whose attention takes room for
-    each.
+    `compute_bytes`: 2 for bf16 and fp16, 4 for fp32. `checkpointing` as `Transformer.activation_checkpointing`.
+    `documents`: each attends to itself only. `fused_loss`: Liger's kernel, which loss.py takes on GPUs that have it.
+    `threads`: torch's on a CPU, since attention there takes room for each. The z-loss takes no room.
+
+    Compiled blocks keep the same, since to the compiler our autograd Functions are single steps (seen on a CPU).
     """
 
     micro_batch_size: int
@@ -88,148 +104,223 @@ class Pass:
     loss_chunk_tokens: int = 1024
     device: Literal["cpu", "cuda"] = "cpu"
     documents: bool = False
-    compiled: bool = False
     fused_loss: bool = False
     threads: int = 1
 
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch_size * self.seq_len
 
-# What a block keeps for backward: the inputs of both norms and of the matrices, q, k, v and the output of attention,
-# gate, up and their product; in fp32 a number a token for each norm, and one a query.
-KEEPS_ALL = "b·t·w·(4·d + 2·h·k + 2·kv·k + 3·f) + 4·b·t·(h + 2)"
-KEEPS_PRODUCTS = (
-    "b·t·w·(3·d + 2·h·k + 2·kv·k + 2·f) + 4·b·t·h"  # "selective": its input, outputs of matrices, attention
-)
-KEEPS_INPUT = "b·t·w·d"
+    @property
+    def attends_by_products(self) -> bool:
+        """Whether attention's backward is that of attention_cpu.py."""
+        return self.device == "cpu" and not self.documents and self.seq_len <= MOST_TOKENS
+
+    def is_run_again(self, layer: int) -> bool:
+        period = checkpointing_period(self.checkpointing)
+        return period > 0 and layer % period == 0
 
 
 def buffers(config: ModelConfig) -> tuple[Held, ...]:
-    """What the model holds for good beside its parameters."""
+    """What the model holds for good beside its parameters, whatever the dtype of these."""
     return (_held("RoPE tables", "4·T·k", {"T": config.seq_len, "k": config.head_dim}),)
 
 
 def forward(config: ModelConfig, work: Pass) -> tuple[Moment, ...]:
-    """The forward pass of training up to the loss, which forms the gradients of its head."""
-    n = _symbols(config, work)
-    inputs, last = _inputs(work, n), config.n_layers - 1
-    below = _kept(config, work, n, last)
-    attention = "b·t·w·(2·d + 2·h·k + 2·kv·k) + 4·b·t·(h + 1) + " + _kernel(n)
-    kept = {
-        "none": "b·t·w·(2·d + 2·h·k + 2·kv·k)",
-        "selective": "b·t·w·(2·d + 2·h·k + 2·kv·k)",
-    }.get(work.checkpointing, "b·t·w·d")
-    loss = (
-        *_kept(config, work, n, config.n_layers),
-        _held("last norm", "b·t·w·d + 4·b·t", n),
-        _held("hidden states and their gradients", "2·b·t·w·d", n),
-        _loss_peak(work, n, gradients=True),
-    )
-    return (
-        Moment("last block, attention", (*inputs, *below, _held("attention", attention, n))),
+    """Training up to the loss, which holds what all blocks keep, a chunk's logits and the gradients of its head.
+
+    Where all blocks are run again, the last one itself may hold more than that.
+    """
+    symbols = _symbols(config, work)
+    inputs, last = _inputs(work, symbols), config.n_layers - 1
+    before = (*inputs, *_kept(work, symbols, last))
+    is_dropped = work.is_run_again(last) and work.checkpointing != "selective"
+    ends = _held("hidden states, their gradient, the last norm", "3·b·t·w·d + 4·b·t", symbols)
+    moments = [
         Moment(
-            "last block, feed-forward",
-            (*inputs, *below, _held("attention", kept, n), _held("feed-forward", "b·t·w·(2·d + 3·f)", n)),
+            "forward of the last block, attention",
+            (*before, _held("the block", f"{UP_TO_ATTENTION}{_kernel(work, 4)}", symbols)),
         ),
-        Moment("loss", (*inputs, *loss)),
-    )
+        Moment(
+            "forward of the last block, feed-forward",
+            (*before, _held("the block", "b·t·w·(3·d + 3·f)" if is_dropped else ALL, symbols)),
+        ),
+        Moment("loss", (*inputs, *_kept(work, symbols, config.n_layers), ends, _loss(work, symbols, True))),
+    ]
+    if work.documents and work.device == "cuda":
+        moments.insert(
+            0, Moment("mask of documents", (*inputs, _held("the mask before its blocks", "4·b·t·t", symbols)))
+        )
+    return tuple(moments)
 
 
 def backward(config: ModelConfig, work: Pass) -> tuple[Moment, ...]:
-    """The backward pass, from the head to the embedding."""
-    n = _symbols(config, work)
-    inputs, last = _inputs(work, n), config.n_layers - 1
-    block = 2 * config.d_model + _matrices(config)
-    total, embedding = parameter_count(config), config.vocab_size * config.d_model
-    head = (_held("gradient of the head, until the embedding's joins it", "w·v·d", n),) if config.tied else ()
-    formed = 0 if config.tied else embedding
-    all_kept = (*inputs, *_kept(config, work, n, config.n_layers), _held("last norm", "b·t·w·d + 4·b·t", n))
-    norm = "b·t·(14 + w)·d" if work.compute_bytes == 2 else "b·t·(8 + w)·d"
+    """From the head to the embedding; a block that was run again holds all of its own while it is gone through.
+
+    `gradients` of each moment: those of the parameters that are done with when it comes.
+    """
+    symbols, last = _symbols(config, work), config.n_layers - 1
+    inputs = _inputs(work, symbols)
+    heads = config.n_heads * config.head_dim
+    block = 2 * config.d_model * (1 + heads + config.n_kv_heads * config.head_dim) + 3 * config.d_model * config.d_ff
+    embedding = config.vocab_size * config.d_model
+    head = (_held("gradient of the head, which waits for the embedding's", "w·v·d", symbols),) if config.tied else ()
+    behind_blocks = 0 if config.tied else embedding
+
+    kept = (*inputs, *_kept(work, symbols, config.n_layers), _held("last norm", "b·t·w·d + 4·b·t", symbols))
     moments = [
-        Moment("head", (*all_kept, _held("gradients of hidden states and head", _head_backward(work, n), n)), 0),
-        Moment("last norm", (*all_kept, *head, _held("gradients of the norm", norm, n)), formed),
+        Moment("head", (*kept, _held("gradients of hidden states and head", _head_gradients(work), symbols))),
+        Moment(
+            "last norm",
+            (*kept, *head, _held("gradients of the norm", _norm_gradients(work), symbols)),
+            behind_blocks,
+        ),
     ]
     for layer in _telling_layers(config, work):
-        below = (*inputs, *_kept(config, work, n, layer), *head)
-        above = formed + config.d_model + (last - layer) * block
-        at_attention = (
-            above + 3 * config.d_model * config.d_ff + config.d_model * (1 + config.n_heads * config.head_dim)
-        )
-        moments += [
-            Moment(
-                f"block {layer}, feed-forward",
-                (*below, _held("the block", KEEPS_ALL, n), _held("its gradients", "b·t·w·(d + 2·f)", n)),
-                above + config.d_model * config.d_ff,
-            ),
-            Moment(
-                f"block {layer}, attention",
-                (
-                    *below,
-                    _held("the block", "b·t·w·(2·d + 2·h·k + 2·kv·k) + 4·b·t·(h + 1)", n),
-                    _held("its gradients", "b·t·w·(d + h·k) + " + _attention_backward(work, n), n),
-                ),
-                at_attention,
-            ),
-            Moment(
-                f"block {layer}, RoPE",
-                (
-                    *below,
-                    _held("the block", "2·b·t·w·d + 4·b·t", n),
-                    _held(
-                        "its gradients",
-                        f"b·t·w·(d + h·k + 2·kv·k) + {10 if work.compute_bytes == 2 else 4}·b·t·h·k + 6·t·k",
-                        n,
-                    ),
-                ),
-                at_attention,
-            ),
-        ]
-    moments.append(
-        Moment(
-            "embedding",
-            (*inputs, *head, _held("gradient of the embedding", "b·t·w·d + w·v·d", n)),
-            total - embedding,
-        )
-    )
+        before = (*inputs, *_kept(work, symbols, layer), *head)
+        at_down = behind_blocks + config.d_model + (last - layer) * block + config.d_model * config.d_ff
+        at_output = at_down + config.d_model * (2 * config.d_ff + 1 + heads)
+        for name, own, gradients, formed in (
+            ("feed-forward", ALL, "b·t·w·(d + 2·f)", at_down),
+            ("attention", UP_TO_ATTENTION, f"b·t·w·(d + h·k) + {_attention_gradients(work, symbols)}", at_output),
+            ("RoPE", "2·b·t·w·d + 4·b·t", "b·t·w·(d + h·k + 2·kv·k) + b·t·h·k·(x + w) + 6·t·k", at_output),
+        ):
+            its = (_held("the block", own, symbols), _held("gradients within it", gradients, symbols))
+            moments.append(Moment(f"block {layer}, {name}", (*before, *its), formed))
+    at_end = _held("gradients of the embedding", "b·t·w·d + w·v·d", symbols)
+    moments.append(Moment("embedding", (*inputs, *head, at_end), parameter_count(config) - embedding))
     return tuple(moments)
 
 
 def evaluation(config: ModelConfig, work: Pass) -> tuple[Moment, ...]:
-    """A forward pass with targets and without gradients."""
-    n = _symbols(config, work)
-    inputs = _inputs(work, n)
-    rope = 10 if work.compute_bytes == 2 else 4
+    """A forward pass with targets and without gradients: one block at a time, then the loss."""
+    symbols = _symbols(config, work)
+    inputs = _inputs(work, symbols)
+    attention = "b·t·w·(2·d + h·k + 2·kv·k) + b·t·h·k·(x + w) + 4·t·k"
     return (
-        Moment(
-            "attention",
-            (*inputs, _held("a block", f"b·t·w·(3·d + h·k + 2·kv·k) + {rope}·b·t·h·k + 4·t·k", n)),
-        ),
-        Moment("feed-forward", (*inputs, _held("a block", "b·t·w·(3·d + 3·f)", n))),
-        Moment("loss", (*inputs[:1], _held("hidden states", "b·t·w·d", n), _loss_peak(work, n, gradients=False))),
+        Moment("attention", (*inputs, _held("a block", attention, symbols))),
+        Moment("feed-forward", (*inputs, _held("a block", "b·t·w·(3·d + 3·f)", symbols))),
+        Moment("loss", (*inputs[:1], _held("hidden states", "b·t·w·d", symbols), _loss(work, symbols, False))),
     )
 
 
 def generation(
     config: ModelConfig, *, rows: int, prompt_tokens: int, new_tokens: int, compute_bytes: int, chunk_tokens: int = 2048
 ) -> tuple[Moment, ...]:
-    """Reading `rows` prompts, the longest of prompt_tokens, and continuing them by new_tokens with a KV cache."""
+    """Prompts, the longest of `prompt_tokens`, read `chunk_tokens` at a time over all rows, and continued with a cache.
+
+    The choice of a token is counted with top_k and top_p; without, it takes less.
+    """
     columns = min(prompt_tokens, max(1, chunk_tokens // rows))
-    n = _symbols(config, Pass(rows, columns, compute_bytes)) | {"j": prompt_tokens + new_tokens}
-    cache = _held("KV cache", "2·L·b·j·kv·k·w", n)
-    rope = 10 if compute_bytes == 2 else 4
+    symbols = _symbols(config, Pass(rows, columns, compute_bytes)) | {"j": prompt_tokens + new_tokens}
+    cache = _held("KV cache", "2·L·b·j·kv·k·w", symbols)
+    mask = " + t·j·(1 + w)" if columns < prompt_tokens else ""
+    attention = f"b·t·w·(2·d + 2·h·k + 3·kv·k) + b·t·(h + kv)·k·(x + w) + 4·t·k{mask}"
     return (
-        Moment(
-            "prompt, attention",
-            (cache, _held("a block", f"b·t·w·(3·d + h·k + 2·kv·k) + {rope}·b·t·(h + kv)·k + b·t·j·(1 + w)", n)),
-        ),
-        Moment("prompt, feed-forward", (cache, _held("a block", "b·t·w·(3·d + 3·f)", n))),
-        Moment("token", (cache, _held("logits and chances", "b·v·(w + 4·8)", n))),
+        Moment("prompts, attention", (cache, _held("a block", attention, symbols))),
+        Moment("prompts, feed-forward", (cache, _held("a block", "b·t·w·(3·d + 3·f)", symbols))),
+        Moment("a token", (cache, _held("logits, sorted, as chances", "b·v·(w + 36)", symbols))),
     )
 
 
+# ---------------------------------------------------------------- formulas that depend on the kernel
+
+
+def _attention_gradients(work: Pass, symbols: Mapping[str, int]) -> str:
+    """What attention's backward makes, the gradients of q, k and v among it.
+
+    On a GPU that is FlashAttention's: q's gradient in fp32 before it is rounded, those of k and v for each query head.
+    """
+    grouped = symbols["h"] > symbols["kv"]
+    if work.device == "cuda":
+        return f"b·t·w·(h·k + 2·kv·k{' + 2·h·k' if grouped else ''}) + 4·b·t·h·(k + 1)"
+    if not work.attends_by_products:
+        return f"b·t·w·(h·k + 2·kv·k){_kernel(work, 8 if work.compute_bytes == 4 else 14)}"
+    copies = "b·t·w·(2·h·k + 2·kv·k) + " if work.micro_batch_size > 1 else ""  # a head's tokens side by side
+    exact = f"{copies}b·t·kv·k·{8 if work.compute_bytes == 2 else 4} + 8·b·t·h"
+    candidates = [f"{exact} + b·t·w·h·k + 8·b·t·kv·k + 12·s + 8·q·k"]
+    if work.compute_bytes == 2:
+        candidates.append(f"{exact} + 8·b·t·h·k")
+    return max(candidates, key=lambda formula: _value(formula, symbols))
+
+
+def _kernel(work: Pass, bytes_each: int) -> str:
+    """The room of torch's attention on a CPU, behind other terms."""
+    return f" + {bytes_each}·m·a" if work.device == "cpu" else ""
+
+
+def _norm_gradients(work: Pass) -> str:
+    if work.device == "cuda":
+        return "2·b·t·w·d"
+    return "b·t·(14 + w)·d" if work.compute_bytes == 2 else "b·t·(8 + w)·d"
+
+
+def _loss(work: Pass, symbols: Mapping[str, int], forms_gradients: bool) -> Held:
+    """A chunk's logits and their logarithms in fp32, to which a CPU lifts half precision by a copy; or the products.
+
+    Liger's kernel has one copy of its logits, and sums the head's gradient in fp32 by a product in both dtypes.
+    """
+    if work.fused_loss and forms_gradients:
+        parts = -(-symbols["v"] // symbols["d"])
+        chunk = min(work.tokens, 1 << (-(-work.tokens // parts) - 1).bit_length())
+        return _held("the fused loss", "w·c·v + (8 + w)·v·d", {**symbols, "c": chunk})
+    lifted = 4 if work.compute_bytes == 2 and work.device == "cpu" else 0
+    logits = f"v·(w + {4 + lifted})"
+    if not forms_gradients:
+        return _held("logits of a chunk", f"c·{logits}", symbols)
+    head = "4·v·d" if symbols["e"] else "0"
+    candidates = [f"c·{logits}", f"e·{logits} + {head}", "w·c·v + w·v·d", f"w·e·v + w·v·d + {head}"]
+    if work.compute_bytes == 2:
+        candidates.append(f"w·v·d + {head}")
+    return max((_held("logits of a chunk, gradient of the head", one, symbols) for one in candidates), key=_bytes)
+
+
+def _head_gradients(work: Pass) -> str:
+    """As the loss left them, and multiplied by what comes from behind; Liger's kernel multiplies them in place."""
+    if work.fused_loss:
+        return "b·t·w·d + w·v·d"
+    return "2·b·t·w·d + (4 + w)·v·d" if work.tokens > work.loss_chunk_tokens else "2·b·t·w·d + 2·w·v·d"
+
+
+# ---------------------------------------------------------------- sums
+
+
+def _inputs(work: Pass, symbols: Mapping[str, int]) -> tuple[Held, ...]:
+    """What comes with the micro-batch; on a GPU the mask of documents is a few bytes a block of 128 x 128 scores."""
+    if not work.documents:
+        return (_held("ids and targets", "16·b·t", symbols),)
+    mask = "b·t·t·w + 4·b·t·k" if work.device == "cpu" else "b·t·t/1024 + 4·b·t·k"
+    return (
+        _held("ids, targets, numbers of documents", "24·b·t", symbols),
+        _held("mask and RoPE tables of documents", mask, symbols),
+    )
+
+
+def _kept(work: Pass, symbols: Mapping[str, int], layers: int) -> tuple[Held, ...]:
+    """What the first `layers` blocks keep for backward."""
+    again = sum(map(work.is_run_again, range(layers)))
+    counts = {**symbols, "A": layers - again, "R": again}
+    keeps = PRODUCTS if work.checkpointing == "selective" else INPUT
+    kept = (
+        _held("blocks that keep all", f"A·({ALL})", counts),
+        _held("blocks that are run again", f"R·({keeps})", counts),
+    )
+    return tuple(held for held in kept if held.bytes)
+
+
+def _telling_layers(config: ModelConfig, work: Pass) -> list[int]:
+    """The last and the first block of each kind, in the order of backward."""
+    kinds: tuple[list[int], list[int]] = [], []
+    for layer in range(config.n_layers):
+        kinds[work.is_run_again(layer)].append(layer)
+    return sorted({layer for kind in kinds for layer in (*kind[:1], *kind[-1:])}, reverse=True)
+
+
 def _symbols(config: ModelConfig, work: Pass) -> dict[str, int]:
-    b, t = work.micro_batch_size, work.seq_len
-    group = config.queries_per_kv_head
-    rows = min(b * config.n_kv_heads, max(1, work.threads * (1 << 20) // (group * 64 * t)))
-    chunk = min(work.loss_chunk_tokens, b * t)
+    b, t, group = work.micro_batch_size, work.seq_len, config.queries_per_kv_head
+    chunk = min(work.loss_chunk_tokens, work.tokens)
+    rows = min(b * config.n_kv_heads, max(1, work.threads * SCORES_PER_THREAD // (group * CHUNK * t)))
+    whole_chunks = t // CHUNK * CHUNK
     return {
         "b": b,
         "t": t,
@@ -242,11 +333,13 @@ def _symbols(config: ModelConfig, work: Pass) -> dict[str, int]:
         "kv": config.n_kv_heads,
         "k": config.head_dim,
         "w": work.compute_bytes,
+        "x": 8 if work.compute_bytes == 2 else 0,
         "c": chunk,
-        "e": min(chunk, b * t - chunk),
-        "r": rows * group * min(64, t),
-        "s": rows * group * max(64 * (t // 64 * 64), t % 64 * t),
+        "e": min(chunk, work.tokens - chunk),
+        "q": rows * group * min(CHUNK, t),
+        "s": rows * group * max(CHUNK * whole_chunks, (t - whole_chunks) * t),
         "m": work.threads,
+        "a": (256 if t >= 768 else 64 if t >= 192 else 32) * min(512, t),
     }
 
 
@@ -254,100 +347,15 @@ def _held(name: str, formula: str, symbols: Mapping[str, int]) -> Held:
     return Held(name, _value(formula, symbols), formula)
 
 
-def _largest(name: str, symbols: Mapping[str, int], *formulas: str) -> Held:
-    return max((_held(name, formula, symbols) for formula in formulas), key=lambda held: held.bytes)
+def _bytes(held: Held) -> int:
+    return held.bytes
 
 
 def _value(formula: str, symbols: Mapping[str, int]) -> int:
-    value: int = eval(_compiled(formula), {"__builtins__": {}}, dict(symbols))
-    return value
+    return int(eval(_compiled(formula), {"__builtins__": {}}, dict(symbols)))
 
 
 @functools.cache
 def _compiled(formula: str) -> CodeType:
+    """Python's own arithmetic reads a formula, so that the text that is shown and what is computed cannot differ."""
     return compile(formula.replace("·", "*"), "<formula>", "eval")
-
-
-def _matrices(config: ModelConfig) -> int:
-    heads = 2 * config.d_model * (config.n_heads + config.n_kv_heads) * config.head_dim
-    return heads + 3 * config.d_model * config.d_ff
-
-
-def _is_own(work: Pass) -> bool:
-    return work.device == "cpu" and not work.documents and work.seq_len <= 1024
-
-
-def _inputs(work: Pass, n: Mapping[str, int]) -> tuple[Held, ...]:
-    if not work.documents:
-        return (_held("ids and targets", "16·b·t", n),)
-    return (
-        _held("ids, targets, numbers of documents", "24·b·t", n),
-        _held("mask and RoPE tables of documents", "b·t·t·w + 4·b·t·k", n),
-    )
-
-
-def _kept(config: ModelConfig, work: Pass, n: Mapping[str, int], layers: int) -> tuple[Held, ...]:
-    """What the first `layers` blocks keep for backward."""
-    period = checkpointing_period(work.checkpointing)
-    again = len(range(0, layers, period)) if period else 0
-    symbols = {**n, "P": layers - again, "C": again}
-    keeps = KEEPS_PRODUCTS if work.checkpointing == "selective" else KEEPS_INPUT
-    kept = (
-        _held("blocks that keep all", f"P·({KEEPS_ALL})", symbols),
-        _held("blocks that run again", f"C·({keeps})", symbols),
-    )
-    return tuple(held for held in kept if held.bytes)
-
-
-def _telling_layers(config: ModelConfig, work: Pass) -> list[int]:
-    """The last and the first block of each kind."""
-    period, layers = checkpointing_period(work.checkpointing), range(config.n_layers)
-    again = [layer for layer in layers if period and layer % period == 0]
-    plain = [layer for layer in layers if layer not in again]
-    return sorted({kind[end] for kind in (again, plain) if kind for end in (0, -1)}, reverse=True)
-
-
-def _kernel(n: Mapping[str, int]) -> str:
-    return f"4·m·{256 if n['t'] >= 768 else 64 if n['t'] >= 192 else 32}·({min(512, n['t'])} + 2 + k)"
-
-
-def _attention_backward(work: Pass, n: Mapping[str, int]) -> str:
-    if work.device == "cuda":
-        grouped = "2·h·k + " if n["h"] > n["kv"] else ""
-        return f"b·t·w·({grouped}h·k + 2·kv·k) + 4·b·t·h·(k + 1)"
-    if not _is_own(work):
-        return "b·t·w·(h·k + 2·kv·k) + m·256·512·" + ("12" if work.compute_bytes == 2 else "8")
-    copies = "b·t·w·(2·h·k + 2·kv·k) + " if work.micro_batch_size > 1 else ""
-    exact = "b·t·kv·k·8" if work.compute_bytes == 2 else "b·t·kv·k·4"
-    candidates = [f"{copies}{exact} + b·t·w·h·k + 8·b·t·kv·k + 8·b·t·h + 12·s + 8·r·k"]
-    if work.compute_bytes == 2:
-        candidates.append(f"{copies}{exact} + 8·b·t·h·k + 8·b·t·h")
-    return _largest("", n, *candidates).formula
-
-
-def _loss_peak(work: Pass, n: Mapping[str, int], *, gradients: bool) -> Held:
-    """Logits, their logarithms in fp32 (and, of half precision on a CPU, their fp32 copy), the head's gradient."""
-    tokens = n["b"] * n["t"]
-    if work.fused_loss and gradients:
-        chunk = min(tokens, 1 << (-(-tokens // -(-n["v"] // n["d"])) - 1).bit_length())
-        return _held("loss", "4·v·d + w·c·v + w·v·d", {**n, "c": chunk})
-    lifted = 4 if work.compute_bytes == 2 and work.device == "cpu" else 0
-    logits = f"c·v·(w + {4 + lifted})"
-    if not gradients:
-        return _held("logits of a chunk", logits, n)
-    head = "4·v·d" if tokens > n["c"] else "0"
-    return _largest(
-        "logits of a chunk, gradient of the head",
-        n,
-        logits,
-        logits.replace("c", "e") + f" + {head}",
-        "w·c·v + w·v·d",
-        f"w·e·v + w·v·d + {head}",
-        f"w·v·d + {head}" if n["w"] == 2 else "0",
-    )
-
-
-def _head_backward(work: Pass, n: Mapping[str, int]) -> str:
-    if work.fused_loss or n["b"] * n["t"] <= n["c"]:
-        return "2·b·t·w·d + 2·w·v·d"
-    return "2·b·t·w·d + (4 + w)·v·d"

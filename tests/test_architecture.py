@@ -49,6 +49,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 WITHOUT_TORCH = (
     "model/config.py",
     "model/accounting.py",
+    "model/activations.py",
     "data_pipeline/order.py",
     "pretrain/config.py",
     "pretrain/batching.py",

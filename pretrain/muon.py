@@ -74,6 +74,11 @@ class Matrix:
         return self.rows * self.columns * min(self.rows, self.columns)
 
 
+def whole(weights: Tensor, rank: int) -> Matrix:
+    """ZeRO-0: a matrix that `rank` has whole, as has every other."""
+    return Matrix(weights.shape[0], weights.shape[1], (Piece(rank, 0, weights.numel(), 0),))
+
+
 def cut(shapes: Sequence[tuple[int, int]], offsets: Sequence[int], partition: int) -> list[Matrix]:
     """ZeRO-1 and 2: matrices at `offsets` of a flat sequence that is cut into `partition` elements a rank."""
     matrices = []
@@ -123,9 +128,11 @@ def rounds(matrices: Sequence[Matrix]) -> list[Round]:
 class OrthogonalizingAdamW(PiecewiseAdamW):
     """Muon for the groups marked "hidden", AdamW for the others.
 
-    The engine sets `layouts`: for each flat partition of a hidden group, where matrices lie in it. Momentum has the
-    dtype of AdamW's moments. DeepSpeed has a Muon of its own and starts it wherever an optimizer is called so; it
-    orthogonalizes before it clips, and reports the norm of the result.
+    The engine sets `layouts`: for each flat partition of a hidden group, where matrices lie in it; a weight without one
+    is a matrix itself, whole on every rank. Momentum has the dtype of AdamW's moments.
+
+    DeepSpeed has a Muon of its own, and starts it wherever an optimizer's class is called so. It orthogonalizes before
+    it clips: what it clips, and reports the norm of, is no gradient.
     """
 
     def __init__(
@@ -157,7 +164,8 @@ class OrthogonalizingAdamW(PiecewiseAdamW):
             return gradient[here].float().lerp(momentum[here].float(), self.momentum).bfloat16()
 
         add = self.adder(weights.device, state)
-        for matrix, piece, orthogonal in self._orthogonalized(self.layouts[weights], ahead):
+        layout = self.layouts[weights] if weights in self.layouts else [whole(weights, self.rank)]
+        for matrix, piece, orthogonal in self._orthogonalized(layout, ahead):
             here = slice(piece.offset, piece.offset + piece.size)
             scale = self.update_rms * math.sqrt(max(matrix.rows, matrix.columns))
             for w, o, left in pieces(flat[here], orthogonal, lost[here]):
@@ -187,11 +195,11 @@ class OrthogonalizingAdamW(PiecewiseAdamW):
         for owner, part in enumerate(torch.split(sent, out)):
             if owner in held:
                 part.copy_(ahead(held[owner][1]))
-        whole = sent.new_empty(sum(back))
-        dist.all_to_all_single(whole, sent, back, out)
+        owned = sent.new_empty(sum(back))
+        dist.all_to_all_single(owned, sent, back, out)
         if own is not None:
-            whole = orthogonalize(whole.view(own.rows, own.columns)).reshape(-1)
-        dist.all_to_all_single(sent, whole, out, back)
+            owned = orthogonalize(owned.view(own.rows, own.columns)).reshape(-1)
+        dist.all_to_all_single(sent, owned, out, back)
         for owner, part in enumerate(torch.split(sent, out)):
             if owner in held:
                 yield *held[owner], part

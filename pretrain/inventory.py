@@ -143,7 +143,9 @@ def remove_others(
     found = entries(run, retention, check=check, on_bytes=on_bytes)
     going = superfluous(found)
     if going and not any(entry.state == "whole" and entry.healthy is not False for entry in found):
-        raise CheckpointError(f"none of the {len(found)} checkpoints in {run.checkpoints} is whole: nothing is removed")
+        raise CheckpointError(
+            f"none of the {len(found)} checkpoints in {run.checkpoints} is whole and healthy: nothing is removed"
+        )
     for entry in going:
         remove(entry.path)
     return [entry for entry in found if entry not in going], going

@@ -5,7 +5,10 @@ A checkpoint stays for any of four reasons:
     last      it is one of the `keep_last` newest
     every     its step is a multiple of `keep_every_steps`
     best      it is one of the `keep_best` healthy ones with the lowest held-out loss
-    healthy   it is the newest healthy one: a run whose weights are no more finite still has it, however many came later
+    healthy   it is one of the two newest healthy ones, however many others came later
+
+Two, since the newest is known to be healthy by its numbers alone: that a step from it is finite as well, the next save
+shows. So a run that stops being finite has, whatever the rule, a checkpoint that it went on from.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class Retention:
     def reasons(self, checkpoints: Sequence[Saved]) -> dict[int, tuple[Reason, ...]]:
         """By step, in ascending order, why each checkpoint stays; those with no reason may go.
 
-        "healthy" is given only where nothing else keeps the newest healthy one. Of equal scores the later is better.
+        "healthy" is given only where there is no other reason. Of equal scores the later is better.
         """
         by_step = sorted(checkpoints, key=lambda one: one.step)
         healthy = [one for one in by_step if one.healthy]
@@ -61,6 +64,6 @@ class Retention:
                 ("best", one in best),
             )
             reasons[one.step] = tuple(reason for reason, holds in candidates if holds)
-        if healthy and not reasons[healthy[-1].step]:
-            reasons[healthy[-1].step] = ("healthy",)
+        for one in healthy[-2:]:
+            reasons[one.step] = reasons[one.step] or ("healthy",)
         return reasons

@@ -507,7 +507,10 @@ class TrainingEngine:
         return summed
 
     def is_finite(self) -> bool:
-        """Whether every weight, master and moment that the ranks hold is a finite number."""
+        """Whether every weight, master and moment that the ranks hold is finite, and so each tensor's norm in fp32.
+
+        Numbers whose squares overflow are no better than infinite ones: with them no norm is finite, nor a gradient's.
+        """
         import torch
 
         optimizer = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
@@ -515,13 +518,12 @@ class TrainingEngine:
         held = [getattr(parameter, "ds_tensor", parameter) for parameter in self._engine.module.parameters()]
         for master, state in optimizer.state.items():
             held += [master, *(value for value in state.values() if isinstance(value, torch.Tensor))]
-        # The largest magnitude: NaN and infinity come through it, and it needs no memory of a tensor's size.
-        largest = [
-            torch.linalg.vector_norm(tensor.detach(), ord=float("inf"))
+        norms = [
+            torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32)
             for tensor in held
-            if tensor.is_floating_point() and tensor.numel() > 0
+            if tensor.is_floating_point()
         ]
-        (infinite,) = self.sum_over_ranks(sum(not bool(torch.isfinite(one)) for one in largest))
+        (infinite,) = self.sum_over_ranks(sum(not bool(norm.isfinite()) for norm in norms))
         return infinite == 0
 
     def save(self, folder: Path) -> None:

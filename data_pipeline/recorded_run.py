@@ -164,7 +164,7 @@ def _refuse_other_data(
         recorded = Steps.from_json(state["global_batch_size"], state.get("batch_ramp", []))
     except (KeyError, TypeError, ValueError):
         raise DataFormatError(f"{where}: damaged: it has no global batch") from None
-    if recorded.told(read) != steps.told(read):
+    if recorded.parts(read) != steps.parts(read):
         raise DataFormatError(f"{where} says a global batch of {recorded.told(read)}, recipe.toml {steps.told(read)}")
 
 

@@ -78,14 +78,21 @@ class Steps:
         return first_step + (sample - first_sample) // size
 
     def told(self, samples: int | None = None) -> str:
-        """The sizes in words, of the first `samples` samples or of all: "4 until sample 16, then 8".
-
-        Equal words, equal steps up to there.
-        """
-        parts: list[tuple[int, int]] = []  # first sample and size, without parts that change nothing
-        for _, first_sample, size in self._parts:
-            if (samples is None or first_sample < max(1, samples)) and size not in [last for _, last in parts[-1:]]:
-                parts.append((first_sample, size))
-        ends = [first_sample for first_sample, _ in parts[1:]]
-        words = [f"{size} until sample {end:,}" for (_, size), end in zip(parts, ends, strict=False)]
+        """The sizes in words, of the first `samples` samples or of all: "4 until sample 16, then 8"."""
+        parts = self.parts(max(1, samples)) if samples is not None else [*self.ramp, (0, self.global_batch_size)]
+        words = [f"{size} until sample {end:,}" for end, size in parts[:-1]]
         return ", then ".join([*words, str(parts[-1][1])])
+
+    def parts(self, samples: int) -> list[tuple[int, int]]:
+        """The ramp of the first `samples` samples: equal sizes side by side are one part, and the last ends there.
+
+        Runs whose parts are equal read the same samples in each step up to there.
+        """
+        parts: list[tuple[int, int]] = []
+        for _, begin, size in self._parts:
+            if begin >= samples or (parts and parts[-1][1] == size):
+                continue
+            if parts:
+                parts[-1] = begin, parts[-1][1]
+            parts.append((samples, size))
+        return parts

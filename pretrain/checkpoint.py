@@ -43,6 +43,7 @@ from safetensors.torch import load_file
 
 from data_pipeline.durable import file_sha256, sync_folder
 from data_pipeline.order import difference
+from data_pipeline.steps import Steps
 from model.config import ModelConfig, ModelConfigError
 from model.huggingface import save_tensors
 from pretrain.batching import BatchPlan
@@ -279,15 +280,20 @@ def _unused_name(path: Path) -> Path:
 def refuse_other_run(path: Path, identity: Mapping[str, Any]) -> None:
     """Raises CheckpointError, in one line, where a checkpoint's identity is not this run's.
 
-    Stages of the mixture that have not begun yet may differ: what has been read is the same.
+    Stages of the mixture and parts of the batch ramp that have not begun yet may differ: what has been read, step by
+    step, is the same.
     """
     stored = _read_json(path / "state.json")
     line = difference(stored["order"], identity["order"], consumed_samples=stored["consumed_samples"])
     if line is not None:
         raise CheckpointError(f"{path}: {line}; resume with the data it was trained on, or choose another --run")
+    _refuse_other_steps(path, stored, identity)
+    stored, identity = with_defaults(stored), with_defaults(identity)
     for name, value in identity.items():
+        if name in ("order", "global_batch_size", "batch_ramp"):
+            continue
         earlier = stored[name]
-        if name == "order" or earlier == value:
+        if earlier == value:
             continue
         if isinstance(value, dict):
             key = next(key for key in {**earlier, **value} if earlier.get(key) != value.get(key))
@@ -298,6 +304,29 @@ def refuse_other_run(path: Path, identity: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{path} was written with {name} = {earlier}, this run has {value}: {remedy}, or choose another --run"
         )
+
+
+def with_defaults(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity with what it leaves out of precision and optimizer because it is the default."""
+    precision, optimizer = identity["precision"], identity.get("optimizer", {})
+    return {
+        **identity,
+        "precision": {**precision, "moments": precision["master"], "compensation": "none", **precision},
+        "optimizer": {"name": "adamw", "decay_embeddings": True, **optimizer},
+    }
+
+
+def _refuse_other_steps(path: Path, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    earlier, ours = (Steps.from_json(one["global_batch_size"], one.get("batch_ramp", [])) for one in (stored, identity))
+    consumed = stored["consumed_samples"]
+    if earlier.parts(consumed) == ours.parts(consumed):
+        return
+    parts = [f"{{ until_samples = {end}, global_batch_size = {size} }}" for end, size in earlier.parts(consumed)]
+    raise CheckpointError(
+        f"{path} was written with global_batch_size = {earlier.told(consumed)}, this run has {ours.told(consumed)}: "
+        f"resume with the same, or choose another --run, or have another from here on, with batch.ramp = "
+        f"[{', '.join(parts)}]"
+    )
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -316,6 +345,7 @@ def saved(path: Path) -> Saved:
     One of earlier versions, which recorded no health, passes for healthy; one whose state cannot be read does not.
     """
     try:
+        _read_json(path / "state.json")
         measured = measured_at(path)
     except CheckpointError:
         return Saved(step_of(path), healthy=False)
@@ -334,7 +364,6 @@ def measured_at(path: Path) -> dict[str, Any]:
     if not isinstance(measured, dict):
         raise CheckpointError(f"{path}/state.json is damaged")
     return measured
-        _read_json(path / "state.json")
 
 
 def refuse_unhealthy(path: Path) -> None:
@@ -445,6 +474,14 @@ def load_weights(path: Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
         raise CheckpointError(f"{path}/weights.safetensors is no file of safetensors: {error}") from None
 
 
+def open_weights(path: Path) -> safe_open:
+    """A checkpoint's weights to be read one by one (keys, get_tensor), as a context. To be verified before."""
+    try:
+        return safe_open(path / "weights.safetensors", "pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}/weights.safetensors is no file of safetensors: {error}") from None
+
+
 def model_config(path: Path) -> ModelConfig:
     """The ModelConfig of a checkpoint's weights. Raises CheckpointError where this version knows no such model."""
     try:
@@ -463,14 +500,6 @@ def fill(model: Transformer, weights: Mapping[str, torch.Tensor], path: Path) ->
         n for n, _ in model.named_parameters()
     }
     if set(missing) - tied:
-def open_weights(path: Path) -> safe_open:
-    """A checkpoint's weights to be read one by one (keys, get_tensor), as a context. To be verified before."""
-    try:
-        return safe_open(path / "weights.safetensors", "pt")
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}/weights.safetensors is no file of safetensors: {error}") from None
-
-
         raise CheckpointError(f"{path}/weights.safetensors lacks {sorted(set(missing) - tied)[:3]} of {len(missing)}")
 
 

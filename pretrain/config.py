@@ -31,6 +31,7 @@ from pydantic import (
 )
 
 from data_pipeline.order import PackingMode
+from data_pipeline.steps import Steps
 from model.config import ModelConfig, checkpointing_period, from_table
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
@@ -119,19 +120,7 @@ class BatchTable(_Table):
     @field_validator("ramp")
     @classmethod
     def _whole_steps(cls, ramp: tuple[BatchRamp, ...]) -> tuple[BatchRamp, ...]:
-        begin = 0
-        for part in ramp:
-            size, samples = part.global_batch_size, part.until_samples - begin
-            if samples <= 0:
-                raise ValueError(f"until_samples must increase, {part.until_samples} follows {begin}")
-            if samples % size:
-                near = begin + samples // size * size
-                ends = f"{near} or {near + size}" if near > begin else f"{near + size}"
-                raise ValueError(
-                    f"the {samples} samples from {begin} until {part.until_samples} are no whole steps of {size}: "
-                    f"set until_samples to {ends}"
-                )
-            begin = part.until_samples
+        Steps(1, tuple((part.until_samples, part.global_batch_size) for part in ramp))  # its error says what is wrong
         return ramp
 
 

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from data_pipeline.order import SampleOrder
 from model.accounting import flops_per_token
+from pretrain.batching import steps_of
 from pretrain.checkpoint import TrainState
 from pretrain.config import RunConfig
 from pretrain.engine import SMALLEST_LOSS_SCALE
@@ -134,9 +135,11 @@ class Report:
         self._state = TrainState()
         self._log: MetricsLog | None = None
         self._bar: Progress | None = None
+        self._samples = steps_of(config.batch)
         self._steps = 0
         self._step_seconds = 0.0
         self._steady_seconds = 0.0
+        self._steady_samples = 0
         self._flops_per_token = flops_per_token(config.model).causal
 
     def __enter__(self) -> Report:
@@ -234,10 +237,15 @@ class Report:
                 "resume from the last checkpoint with a lower schedule.peak_lr or a longer warm-up"
             )
         max_steps = self._config.schedule.max_steps
-        steady = self._steady_seconds / (self._steps - 1) if self._steps > 1 else self._step_seconds
+        samples = self._samples.samples(state.global_step - 1)
+        if self._steps > 1:
+            self._steady_samples += len(samples)
+        seconds = self._steady_seconds if self._steps > 1 else self._step_seconds
+        seconds_a_sample = seconds / (self._steady_samples if self._steps > 1 else len(samples))
+        samples_left = self._samples.samples_before(max_steps) - samples.stop
         figures = (
             f"loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  {tokens_per_second:,.0f} tokens/s  "
-            f"ETA {format_duration(steady * (max_steps - state.global_step))}"
+            f"ETA {format_duration(seconds_a_sample * samples_left)}"
         )
         if self._bar is not None:
             self._bar.update(self._task, completed=state.global_step, figures=figures)

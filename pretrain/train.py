@@ -19,7 +19,7 @@ from data_pipeline.shards import Collection, DataFormatError, open_collection
 from data_pipeline.stream import TokenStream
 from model.loss import IGNORED
 from model.transformer import Transformer
-from pretrain.batching import BatchPlan
+from pretrain.batching import BatchPlan, steps_of
 from pretrain.checkpoint import (
     Checkpoints,
     Measured,
@@ -33,6 +33,7 @@ from pretrain.checkpoint import (
     refuse_unhealthy,
     tokenizer_of,
     verify,
+    with_defaults,
 )
 from pretrain.config import Compute, RecipeError, RunConfig, from_root, to_toml
 from pretrain.engine import TrainingEngine, device_refusal, process_group, read_json, resolve, rounding_warning
@@ -50,7 +51,7 @@ from pretrain.runtime import (
     refuse_without_compiler,
     seed_everything,
 )
-from pretrain.schedule import learning_rate
+from pretrain.schedule import jump, learning_rate
 from tokenizer.codec import Codec
 
 Outcome = Literal["finished", "stopped"]
@@ -81,6 +82,7 @@ def train_step(
     together, however the tokens are spread over them. DeepSpeed divides by the accumulation steps and averages over
     the ranks, so each micro-loss is scaled up by both before it goes in.
     """
+    engine.set_global_batch_size(plan.global_batch_size)
     micro_batches = [next(batches) for _ in range(plan.gradient_accumulation_steps)]
     (tokens,) = engine.sum_over_ranks(sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches))
     scale = plan.gradient_accumulation_steps * plan.world_size / tokens
@@ -113,7 +115,7 @@ class Inputs:
 
     config: RunConfig
     compute: Compute  # what precision.compute is on this device
-    plan: BatchPlan
+    plan: BatchPlan  # of the steps behind the batch ramp, where there is one
     deepspeed: dict[str, Any]
     collection: Collection
     codec: Codec
@@ -128,9 +130,7 @@ class Inputs:
         Raises RecipeError, DataFormatError or TokenizerError: one clear line.
         """
         compute = config.precision.compute_where(auto)
-        plan = BatchPlan(
-            config.batch.global_batch_size, config.batch.micro_batch_size, world_size, config.model.seq_len
-        )
+        plan = BatchPlan.from_config(config, world_size)
         deepspeed = resolve(read_json(from_root(config.deepspeed.config)), config, world_size, auto)
         collection = open_collection(from_root(config.data.path))
         codec = Codec.load(from_root(config.data.tokenizer))
@@ -141,6 +141,7 @@ class Inputs:
             "model": config.model.to_dict(),
             "order": {**order.describe(), "content_sha256": collection.content_sha256},
             "global_batch_size": config.batch.global_batch_size,
+            **({"batch_ramp": [list(part) for part in steps_of(config.batch).ramp]} if config.batch.ramp else {}),
             "world_size": world_size,
             "zero_stage": deepspeed["zero_optimization"]["stage"],
             "precision": {
@@ -149,7 +150,26 @@ class Inputs:
                 "accumulate": config.precision.accumulate,
             },
         }
+        for table, values in optimizer_identity(config).items():
+            identity[table] = {**identity.get(table, {}), **values}
         return cls(config, compute, plan, deepspeed, collection, codec, order, packed, identity)
+
+
+def optimizer_identity(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """What a checkpoint's optimizer state depends on, by table of the recipe; without what is the default.
+
+    Earlier versions wrote none of it (`checkpoint.with_defaults`): they had nothing but the defaults.
+    """
+    chosen = {
+        "precision": {"moments": config.precision.moments_dtype, "compensation": config.precision.compensation},
+        "optimizer": {"name": config.optimizer.name, "decay_embeddings": config.optimizer.decay_embeddings},
+    }
+    usual = with_defaults({"precision": {"master": config.precision.master}})
+    return {
+        table: kept
+        for table, values in chosen.items()
+        if (kept := {key: value for key, value in values.items() if usual[table][key] != value})
+    }
 
 
 def refuse_other_tokenizer(config: RunConfig, collection: Collection, codec: Codec) -> None:
@@ -241,7 +261,11 @@ def begin_attempt(
     initial = initial_weights(inputs) if chosen is None else None
     recipe = to_toml(inputs.config)
     directory.attempts()  # damaged? then say so before anything is changed
-    earlier = directory.recipe.read_bytes().decode(errors="replace") if directory.recipe.exists() else recipe
+    earlier = recipe
+    for path in [directory.recipe, *([] if chosen is None else [chosen.parent.parent / directory.recipe.name])]:
+        if path.exists():  # the run's own or, where it branches off, that of the run it comes from
+            earlier = path.read_bytes().decode(errors="replace")
+            break
     directory.stop_file.unlink(missing_ok=True)
     inputs.codec.copy_to(directory.tokenizer)
     write_text(directory.recipe, recipe)
@@ -282,7 +306,7 @@ def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") 
     inputs = Inputs.check(config, ranks.world_size, auto_compute(device))
     if config.compile:
         refuse_without_compiler(device)
-    plan, schedule = inputs.plan, config.schedule
+    schedule = config.schedule
     directory = RunDirectory(path)
     stop = StopRequest(directory.stop_file)
     stop.install()
@@ -305,12 +329,16 @@ def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") 
         state = TrainState() if resumed_from is None else checkpoints.load(resumed_from, engine)
         batches = stack.enter_context(loader(inputs, ranks, state))
         report.begins(attempt, state, resumed_from, inputs.order)
+        jumped = None if resumed_from is None else jump(state.global_step, engine.learning_rate, schedule)
+        if jumped is not None:
+            report.say(jumped)
         if state.global_step >= schedule.max_steps:
             report.say(f"step {state.global_step}: schedule.max_steps = {schedule.max_steps} is reached")
 
         stack.enter_context(one_ranks_fault())
         while state.global_step < schedule.max_steps:
             lr = learning_rate(state.global_step, schedule)
+            plan = BatchPlan.from_config(config, ranks.world_size, state.global_step)
             with report.timed_step():
                 result = train_step(engine, batches, plan, lr, stop_wanted=stop.wanted())
             state.advance(plan, result.tokens)
@@ -366,4 +394,5 @@ def loader(inputs: Inputs, ranks: Ranks, state: TrainState) -> Loader:
         first_sample=state.consumed_samples,
         eos_id=inputs.collection.eos_id,
         plan=inputs.packed,
+        steps=steps_of(inputs.config.batch),
     )

@@ -50,9 +50,11 @@ def test_every_step_is_what_counting_gives() -> None:
             assert {steps.step_of(sample) for sample in samples} == {step}
 
 
-def test_words_are_equal_where_the_steps_are() -> None:
+def test_parts_and_words_are_equal_where_the_steps_are() -> None:
     assert RAMP.told() == "4 until sample 16, then 8 until sample 48, then 16"
     assert RAMP.told(48) == "4 until sample 16, then 8"
+    assert RAMP.parts(24) == [(16, 4), (24, 8)]
+    assert Steps(8, ((16, 4), (24, 4))).parts(64) == [(24, 4), (64, 8)]
     assert RAMP.told(16) == Steps(99, ((4, 4), (16, 4), (40, 12))).told(16) == Steps(4).told() == "4"
     draw, equal = random.Random(4), 0
     for _ in range(400):
@@ -60,7 +62,8 @@ def test_words_are_equal_where_the_steps_are() -> None:
         for samples in range(1, 30):
             if samples == a.samples_before(a.step_of(samples)) == b.samples_before(b.step_of(samples)):
                 same = counted(a, samples) == counted(b, samples)
-                assert (a.told(samples) == b.told(samples)) == same, (a, b, samples)
+                assert (a.parts(samples) == b.parts(samples)) == same, (a, b, samples)
+                assert (a.told(samples) == b.told(samples)) == same
                 equal += same
     assert equal > 100
 

@@ -160,7 +160,7 @@ def optimizer_identity(config: RunConfig) -> dict[str, dict[str, Any]]:
 
     Earlier versions wrote none of it (`checkpoint.with_defaults`): they had nothing but the defaults.
     """
-    chosen = {
+    chosen: dict[str, dict[str, Any]] = {
         "precision": {"moments": config.precision.moments_dtype, "compensation": config.precision.compensation},
         "optimizer": {"name": config.optimizer.name, "decay_embeddings": config.optimizer.decay_embeddings},
     }

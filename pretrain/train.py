@@ -137,7 +137,7 @@ class Inputs:
         refuse_other_tokenizer(config, collection, codec)
         refuse_nothing_held_out(config, collection)
         order, packed = sample_order(config, collection)
-        identity = {
+        identity: dict[str, Any] = {
             "model": config.model.to_dict(),
             "order": {**order.describe(), "content_sha256": collection.content_sha256},
             "global_batch_size": config.batch.global_batch_size,

@@ -146,6 +146,33 @@ def test_a_step_is_shown_for_people(made: MadeRun, small: SmallCollection, run_c
     assert (code, err) == (0, f"{made.path}: no checkpoint yet, so only the recipe says what it reads\n")
 
 
+def test_a_batch_ramp_is_followed(made: MadeRun, run_command: Callable) -> None:
+    """4 steps of 4, 12 of 2, then 6: each step's samples, each read's step, and how much there is to verify."""
+    steps = Steps(BATCH, ((16, 4), (40, 2)))
+    parts = ", ".join(f"{{ until_samples = {end}, global_batch_size = {size} }}" for end, size in steps.ramp)
+    recipe = made.path / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace("micro_batch_size = 2", f"micro_batch_size = 2\nramp = [{parts}]"))
+    code, _, err = run_command("trace", made.path, "--step", 1)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "a global batch of 6, recipe.toml 4 until sample 16, then 2 until sample 40, then 6" in err
+    edit_state(made.path, lambda state: state.update(batch_ramp=steps.ramp, consumed_samples=steps.samples_before(18)))
+    for step in (1, 4, 5, 16, 17, 18):
+        code, out, _ = run_command("trace", made.path, "--step", step, "--json", "--no-files")
+        told = json.loads(out)
+        assert (code, told["batch_ramp"]) == (0, [[16, 4], [40, 2]])
+        assert {read["step"] for read in told["reads"]} == {step}
+        assert sorted({read["sample"] for read in told["reads"]}) == list(steps.samples(step - 1))
+    reads = json.loads(run_command("trace", made.path, "--doc", "files:0", "--json", "--no-files")[1])["reads"]
+    assert len(reads) > 1
+    assert all(read["step"] == steps.step_of(read["sample"]) + 1 for read in reads)
+    assert max(read["sample"] for read in reads) < steps.samples_before(STEPS)
+    _, out, _ = run_command("trace", made.path, "--step", 6, "--no-text", "--no-files")
+    assert "step 6: samples 18 to 19\n" in out
+    _, out, _ = run_command("verify", made.collection.path, "--epoch", "--run", made.path, "--json")
+    read = sum(one["epochs"] * one["windows"] + one["windows_begun"] for one in json.loads(out)["epoch"])
+    assert read == 4 * steps.samples_before(60)  # by one, two, three and four ranks
+
+
 def test_files_that_are_gone_are_said_so_and_the_text_is_still_there(
     made: MadeRun, small: SmallCollection, run_command: Callable, tmp_path: Path
 ) -> None:
@@ -243,6 +270,9 @@ def edit_state(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
         (lambda state: state["order"]["sources"]["files"].update(tokens=5), "sources.files.tokens was 5"),
         (lambda state: state["order"]["stages"][1].update(first_sample=49), "stages"),
         (lambda state: state.update(global_batch_size=8), "a global batch of 8, recipe.toml 6"),
+        (lambda state: state.pop("global_batch_size"), "damaged: it has no global batch"),
+        (lambda state: state.update(batch_ramp=[[3]]), "damaged: it has no global batch"),
+        (lambda state: state.update(batch_ramp=7), "damaged: it has no global batch"),
         (lambda state: state.update(order=3), "missing or damaged"),
         (lambda state: state.pop("consumed_samples"), "damaged"),
         (lambda state: state.update(consumed_samples="108"), "damaged: consumed_samples must be a whole number"),
@@ -333,6 +363,17 @@ def test_a_folder_that_is_no_run_is_one_line(made: MadeRun, run_command: Callabl
         ("seq_len = 64", "seq_len = [64]", "model.seq_len must be"),
         ("global_batch_size = 6", "global_batch_size = 0", "batch.global_batch_size must be"),
         ("micro_batch_size = 2", "micro_batch_size = true", "batch.micro_batch_size must be"),
+        ("micro_batch_size = 2", "micro_batch_size = 2\nramp = 3", "is missing or of the wrong kind"),
+        (
+            "micro_batch_size = 2",
+            "micro_batch_size = 2\nramp = [{until_samples = 7}]",
+            "is missing or of the wrong kind",
+        ),
+        (
+            "micro_batch_size = 2",
+            "micro_batch_size = 2\nramp = [{until_samples = 7, global_batch_size = 4}]",
+            "batch.ramp: the 7 samples from 0 until 7 are no whole steps of 4: set until_samples to 4 or 8",
+        ),
         ("max_steps = 60", "max_steps = -60", "schedule.max_steps must be"),
         ("max_steps = 60", 'max_steps = "x"', "schedule.max_steps must be"),
         ("from_tokens = 3200", 'from_tokens = "3200"', "data.stages: from_tokens must be"),

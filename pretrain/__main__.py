@@ -126,8 +126,6 @@ def plan(
         return
     fitted: Fit | None = None
     if fit and memory is not None:
-        if world_size < 1:
-            raise RecipeError(f"world size {world_size}: must be at least 1")
         fitted = first_fit(config, world_size, memory, compute)
         if fitted.chosen is None:
             print(json.dumps({"fit": fitted.to_dict()}, indent=2) if as_json else fitted.to_text())

@@ -121,6 +121,8 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 def show_size(size_bytes: float) -> str:
     """A size for people, in decimal units."""
+    if size_bytes >= 995 * GB:
+        return f"{size_bytes / (1000 * GB):,.2f} TB"
     return f"{size_bytes / GB:.2f} GB" if size_bytes >= 0.995 * GB else f"{size_bytes / MB:.0f} MB"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pretrain.config import Compute, RunConfig
 from pretrain.device_memory import GB, described, show_size
-from pretrain.fit import Fit, first_fit
+from pretrain.fit import Fit, Search
 
 DEVICES_GB = (8, 12, 16, 24, 40, 80, 141)  # as sold; a device shows a little more or less
 RANKS = (1, 2, 4, 8)
@@ -14,10 +14,11 @@ RANKS = (1, 2, 4, 8)
 
 def presets(config: RunConfig, compute: Compute) -> list[tuple[int, int, Fit]]:
     """(GB of one GPU, ranks, the first configuration that fits)."""
+    searches = {ranks: Search(config, ranks, "cuda", compute) for ranks in RANKS}
     return [
-        (gigabytes, ranks, first_fit(config, ranks, described(gigabytes * GB), compute))
+        (gigabytes, ranks, search.first_fit(described(gigabytes * GB)))
         for gigabytes in DEVICES_GB
-        for ranks in RANKS
+        for ranks, search in searches.items()
     ]
 
 

@@ -32,13 +32,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from model.accounting import flops_per_token, parameter_count
-from pretrain.batching import BatchPlan
-from pretrain.config import PROJECT_ROOT, Compute, RecipeError, RunConfig, from_root, parse_recipe
+from pretrain.config import PROJECT_ROOT, Compute, RecipeError, RunConfig, from_root, parse_recipe, show
 from pretrain.device_memory import GB, PROCESS_BYTES, DeviceMemory, show_size
 from pretrain.engine import read_json, resolve, zero_stage
 from pretrain.memory import BYTES, MOMENTS, Budget, budget
@@ -60,6 +59,7 @@ MODES = ("none", "selective", "every-2", "full")
 MOST_RANKS = 1024
 
 Where = Literal["none", "cpu", "nvme"]
+Kind = Literal["cpu", "cuda"]
 
 
 # ---------------------------------------------------------------- what a configuration needs
@@ -79,7 +79,7 @@ class Need:
     host_bytes: int
 
     @classmethod
-    def of(cls, held: Budget, kind: Literal["cpu", "cuda"]) -> Need:
+    def of(cls, held: Budget, kind: Kind) -> Need:
         shared = kind == "cpu"
         totals = {moment: held.at(moment) + (held.at(moment, "host") if shared else 0) for moment in MOMENTS}
         moment = max(totals, key=totals.__getitem__)
@@ -267,16 +267,23 @@ def seconds_per_token(config: RunConfig, choice: Choice, world_size: int, comput
 class Search:
     """All configurations that may stand in for one recipe on a number of ranks, and what each needs.
 
+    A configuration needs least with a micro-batch of 1; where that does not fit, no larger one is looked at.
     RecipeError where the global batch cannot be divided over the ranks at all.
     """
 
-    def __init__(self, config: RunConfig, world_size: int, memory: DeviceMemory, compute: Compute) -> None:
-        self.config, self.world_size, self.memory, self.compute = config, world_size, memory, compute
+    def __init__(self, config: RunConfig, world_size: int, kind: Kind, compute: Compute) -> None:
+        self.config, self.world_size, self.kind, self.compute = config, world_size, kind, compute
+        self._proposals: dict[tuple[int, str, str, int], Proposal | None] = {}
+        if not 1 <= world_size < 2**31:
+            raise RecipeError(f"world size {show(world_size)}: must be at least 1 and below 2^31")
         sizes = [config.batch.global_batch_size, *(part.global_batch_size for part in config.batch.ramp)]
+        undivided = next((size for size in sizes if size % world_size), None)
+        if undivided is not None:
+            raise RecipeError(
+                f"a step of {undivided} sequences (batch.global_batch_size, batch.ramp) cannot be divided over "
+                f"{world_size} ranks: change one of them"
+            )
         self._per_rank = math.gcd(*sizes) // world_size
-        if any(size % world_size for size in sizes):
-            BatchPlan(sizes[0], 1, world_size, config.model.seq_len)  # says it
-            raise RecipeError(f"batch.ramp: {sizes[1:]} sequences cannot be divided over {world_size} ranks")
 
     @cached_property
     def own(self) -> Layout:
@@ -351,6 +358,16 @@ class Search:
 
     def propose(self, choice: Choice) -> Proposal | None:
         """`choice` as a configuration with what it needs; None where recipe or engine refuse it."""
+        key = choice.micro_batch_size, choice.checkpointing, choice.layout.path, choice.numerics.level
+        if key not in self._proposals:
+            self._proposals[key] = self._propose(choice)
+        return self._proposals[key]
+
+    def smallest_of_kind(self, choice: Choice) -> Proposal | None:
+        """`choice` with a micro-batch of 1."""
+        return self.propose(replace(choice, micro_batch_size=1))
+
+    def _propose(self, choice: Choice) -> Proposal | None:
         config = self.config
         try:
             changed = parse_recipe(
@@ -362,7 +379,7 @@ class Search:
                     "precision": {**config.precision.model_dump(), **dict(choice.numerics.values)},
                 }
             )
-            need = needed(changed, self.world_size, self.memory.kind, self.compute, choice.layout.json)
+            need = needed(changed, self.world_size, self.kind, self.compute, choice.layout.json)
         except RecipeError:
             return None
         return Proposal(
@@ -397,6 +414,70 @@ class Search:
         config = self.config
         return Choice(config.batch.micro_batch_size, config.memory.activation_checkpointing, self.own, self.numerics[0])
 
+    def shortest_changes(
+        self, memory: DeviceMemory, *, resumable: bool = False
+    ) -> tuple[Proposal | None, Proposal | None]:
+        """See the function of that name."""
+
+        def order(choice: Choice) -> tuple[int, int, int, float]:
+            offload, numerics, seconds = self.cost(choice)
+            return offload, numerics, self.count(choice), seconds
+
+        choices = [
+            choice
+            for choice in self.choices(only_less=True)
+            if not resumable or (choice.layout is self.own and not choice.numerics.level)
+        ]
+        for proposal in self._that_may_fit(sorted(choices, key=order), memory):
+            if proposal.need.fits(memory):
+                return proposal, proposal
+        return None, self._smallest(choices)
+
+    def first_fit(self, memory: DeviceMemory) -> Fit:
+        """See the function of that name."""
+
+        def order(choice: Choice) -> tuple[int, int, float, int]:
+            return (*self.cost(choice), self.count(choice))
+
+        choices = sorted(self.choices(only_less=False), key=order)
+        tried: list[Proposal] = []
+        for proposal in self._that_may_fit(choices, memory):
+            if any(_no_smaller(proposal.need, one.need) for one in tried):
+                continue
+            tried.append(proposal)
+            if proposal.need.fits(memory):
+                return Fit(tuple(tried), proposal, proposal, memory, self.world_size, None)
+        smallest = self._smallest(choices)
+        if smallest is None:
+            resolve(self.own.json, self.config, self.world_size, self.compute)  # says why
+            raise RecipeError("no configuration of this recipe can run")
+        return Fit((), None, smallest, memory, self.world_size, self._enough_ranks(smallest.choice, memory))
+
+    def _that_may_fit(self, choices: Iterable[Choice], memory: DeviceMemory) -> Iterator[Proposal]:
+        for choice in choices:
+            least = self.smallest_of_kind(choice)
+            if least is not None and least.need.fits(memory):
+                proposal = self.propose(choice)
+                if proposal is not None:
+                    yield proposal
+
+    def _smallest(self, choices: Iterable[Choice]) -> Proposal | None:
+        """What needs least of the device, and of those that need no more the one that comes first."""
+        least = [self.smallest_of_kind(choice) for choice in choices if choice.micro_batch_size == 1]
+        return min((one for one in least if one is not None), key=lambda one: one.need.total_bytes, default=None)
+
+    def _enough_ranks(self, choice: Choice, memory: DeviceMemory) -> int | None:
+        """On how many ranks `choice` fits, each with such a device; None where that does not help, or all share one."""
+        if self.kind == "cpu":
+            return None
+        ranks = 2 * self.world_size
+        while ranks <= MOST_RANKS and self.config.batch.global_batch_size % ranks == 0:
+            wider = Search(self.config, ranks, self.kind, self.compute).smallest_of_kind(choice)
+            if wider is not None and wider.need.fits(memory):
+                return ranks
+            ranks *= 2
+        return None
+
 
 def _split(values: tuple[tuple[str, str], ...]) -> list[tuple[tuple[str, str], ...]]:
     """The accumulation dtype is one change, the masters with what goes with them another."""
@@ -408,7 +489,7 @@ def _split(values: tuple[tuple[str, str], ...]) -> list[tuple[tuple[str, str], .
 def needed(
     config: RunConfig,
     world_size: int,
-    kind: Literal["cpu", "cuda"],
+    kind: Kind,
     compute: Compute,
     ds_json: dict[str, Any] | None = None,
 ) -> Need:
@@ -421,55 +502,28 @@ def needed(
 def shortest_changes(
     config: RunConfig, world_size: int, memory: DeviceMemory, compute: Compute, *, resumable: bool = False
 ) -> tuple[Proposal | None, Proposal | None]:
-    """The shortest list of changes with which `config` fits, and the smallest configuration seen.
+    """The shortest list of changes with which `config` fits, and the smallest configuration where none does.
 
     First come lists without offloading, then those that keep the numerics, then the shorter ones, then the quicker
     ones. The first of the pair is None where nothing fits. `resumable`: only what a checkpoint of the recipe goes on
     under, so neither stage nor dtypes.
     """
-    search = Search(config, world_size, memory, compute)
-
-    def order(choice: Choice) -> tuple[int, int, int, float]:
-        offload, numerics, seconds = search.cost(choice)
-        return offload, numerics, search.count(choice), seconds
-
-    choices = [
-        choice
-        for choice in search.choices(only_less=True)
-        if not resumable or (choice.layout is search.own and not choice.numerics.level)
-    ]
-    return _first(search, sorted(choices, key=order))
-
-
-def _first(search: Search, choices: Iterable[Choice]) -> tuple[Proposal | None, Proposal | None]:
-    smallest = None
-    for choice in choices:
-        proposal = search.propose(choice)
-        if proposal is None:
-            continue
-        if smallest is None or proposal.need.total_bytes < smallest.need.total_bytes:
-            smallest = proposal
-        if proposal.need.fits(search.memory):
-            return proposal, smallest
-    return None, smallest
+    return Search(config, world_size, memory.kind, compute).shortest_changes(memory, resumable=resumable)
 
 
 @dataclass(frozen=True)
 class Fit:
     """The first configuration that fits, and in order those tried before it; else the smallest, and what would do.
 
-    A configuration that is dearer than one tried before and no smaller is not tried.
+    Not tried is what is dearer than one tried before and no smaller, and what would not fit with a micro-batch of 1.
     """
 
     tried: tuple[Proposal, ...]
     chosen: Proposal | None
+    smallest: Proposal  # `chosen`, or what needs least
     memory: DeviceMemory
     world_size: int
     enough_ranks: int | None  # where nothing fits: so many such devices would do
-
-    @property
-    def smallest(self) -> Proposal:
-        return min(self.tried, key=lambda one: one.need.total_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -478,6 +532,7 @@ class Fit:
             "device_memory_bytes": self.memory.total_bytes,
             "tried": [one.to_dict() for one in self.tried],
             "chosen": None if chosen is None else chosen.to_dict(),
+            "smallest": self.smallest.to_dict(),
             "toml": None if chosen is None else chosen.to_toml(),
             "set": None if chosen is None else chosen.to_overrides(),
             "enough_ranks": self.enough_ranks,
@@ -485,14 +540,15 @@ class Fit:
 
     def to_text(self) -> str:
         """The same for people."""
-        fastest = self.tried[0].seconds_per_token
+        shown = self.tried or (self.smallest,)
+        fastest = shown[0].seconds_per_token
         lines = [
             f"configurations for {self.world_size} × {show_size(self.memory.total_bytes)} in the order tried, cheapest "
             "first (pretrain/fit.py)",
             "    batch × accumulation  checkpointing  DeepSpeed JSON                masters, sums         needs  "
             "time/token",
         ]
-        for one in self.tried:
+        for one in shown:
             mark = "*" if one is self.chosen else " "
             precision = one.config.precision
             kahan = "" if precision.compensation == "none" else f" {precision.compensation}"
@@ -504,7 +560,7 @@ class Fit:
                 f"{show_size(one.need.total_bytes):>9}  {one.seconds_per_token / fastest:10.2f}{host}"
             )
         if self.chosen is None:
-            return "\n".join(lines)
+            return "\n".join([*lines, "  nothing fits: this is the smallest"])
         if not self.chosen.changes:
             return "\n".join([*lines, "  * fits: the recipe as it is"])
         sets = " ".join(f"--set {override}" for override in self.chosen.to_overrides())
@@ -537,41 +593,11 @@ def first_fit(config: RunConfig, world_size: int, memory: DeviceMemory, compute:
     Numerics are the recipe's or give up more, never less. RecipeError where the global batch cannot be divided over
     the ranks, or the recipe cannot run in any configuration.
     """
-    search = Search(config, world_size, memory, compute)
-
-    def order(choice: Choice) -> tuple[int, int, float, int]:
-        return (*search.cost(choice), search.count(choice))
-
-    tried: list[Proposal] = []
-    for choice in sorted(search.choices(only_less=False), key=order):
-        proposal = search.propose(choice)
-        if proposal is None or any(_no_smaller(proposal.need, one.need) for one in tried):
-            continue
-        tried.append(proposal)
-        if proposal.need.fits(memory):
-            return Fit(tuple(tried), proposal, memory, world_size, None)
-    if not tried:
-        resolve(search.own.json, config, world_size, compute)  # says why
-        raise RecipeError("no configuration of this recipe can run")
-    return Fit(tuple(tried), None, memory, world_size, _enough_ranks(search, tried[-1].choice))
+    return Search(config, world_size, memory.kind, compute).first_fit(memory)
 
 
 def _no_smaller(need: Need, than: Need) -> bool:
     return need.total_bytes >= than.total_bytes and need.host_bytes >= than.host_bytes
-
-
-def _enough_ranks(search: Search, choice: Choice) -> int | None:
-    """On how many ranks `choice` fits, each with such a device; None where that does not help, as on one machine."""
-    if search.memory.kind == "cpu":
-        return None
-    ranks = 2 * search.world_size
-    while ranks <= MOST_RANKS and search.config.batch.global_batch_size % ranks == 0:
-        wider = Search(search.config, ranks, search.memory, search.compute)
-        proposal = wider.propose(Choice(1, choice.checkpointing, choice.layout, choice.numerics))
-        if proposal is not None and proposal.need.fits(search.memory):
-            return ranks
-        ranks *= 2
-    return None
 
 
 # ---------------------------------------------------------------- what is said
@@ -582,12 +608,13 @@ def too_big(config: RunConfig, world_size: int, memory: DeviceMemory, need: Need
     if need.fits(memory):
         return None
     proposal, smallest = shortest_changes(config, world_size, memory, compute)
+    larger = "use more ranks or a larger device" if memory.kind == "cuda" else "use a machine with more memory"
     if proposal is not None:
         remedy = f"set {proposal.to_text()}, then it needs {_needs(proposal)}"
     elif smallest is not None and smallest.changes:
-        remedy = f"even with {smallest.to_text()} it needs {_needs(smallest)}: use more ranks or a larger device"
+        remedy = f"even with {smallest.to_text()} it needs {_needs(smallest)}: {larger}"
     else:
-        remedy = "no change makes it smaller: use more ranks or a larger device"
+        remedy = f"no change makes it smaller: {larger}"
     if need.total_bytes > memory.total_bytes:
         beside = "context" if memory.kind == "cuda" else "process"
         lacks = (
@@ -606,7 +633,7 @@ def _needs(proposal: Proposal) -> str:
 
 
 def relief(
-    config: RunConfig, world_size: int, kind: Literal["cpu", "cuda"], compute: Compute, missing_bytes: int
+    config: RunConfig, world_size: int, kind: Kind, compute: Compute, missing_bytes: int
 ) -> tuple[Proposal | None, bool]:
     """What to change where a run met the end of its memory, `missing_bytes` short, and whether its checkpoints go on.
 

@@ -53,7 +53,8 @@ def explain(
     change, resumes = relief(config, world_size, kind, compute, asked or 0)
     predicted = f"predicted were {show_size(need.peak_bytes)} at most, in {need.moment}"
     if change is None:
-        remedy, resumes = "no change makes it smaller: use more ranks or a larger device", True
+        larger = "use more ranks or a larger device" if kind == "cuda" else "use a machine with more memory"
+        remedy, resumes = f"no change makes it smaller: {larger}", True
     else:
         remedy = f"set {change.to_text()} (predicted {show_size(change.need.peak_bytes)})"
     saved = list_checkpoints(checkpoints)

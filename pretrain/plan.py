@@ -264,8 +264,8 @@ def plan(config: RunConfig, world_size: int, memory: DeviceMemory | None = None,
 
     `memory` is what one rank may use; without it there is no verdict, and `kind` says what the ranks run on.
     """
-    if world_size < 1:
-        raise RecipeError(f"world size {show(world_size)}: must be at least 1")
+    if not 1 <= world_size < 2**31:
+        raise RecipeError(f"world size {show(world_size)}: must be at least 1 and below 2^31")
     compute = config.precision.compute_where(AUTO_IS)
     kind = kind if memory is None else memory.kind
     deepspeed = resolve(read_json(from_root(config.deepspeed.config)), config, world_size, AUTO_IS)

@@ -21,6 +21,8 @@ from launch.local import (
     devices,
     free_port,
     narrow,
+    oom_killer,
+    oom_kills,
     read_status,
     run,
     verdict,
@@ -79,6 +81,24 @@ def test_bad_input_is_one_error_line_before_anything_starts(arguments, says, tmp
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
     assert not directory.exists()
+
+
+HUGE = ("--set", "model.d_model=65536", "--set", "model.d_ff=1048576")  # terabytes on any machine
+
+
+def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path):
+    directory = tmp_path / "run"
+    arguments = ("pretrain/recipes/debug.toml", "--ranks", "2", "--run", str(directory), *HUGE)
+    done = command(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: pretrain/recipes/debug.toml does not fit: a rank needs ")
+    assert "2 ranks share " in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not directory.exists()
+    forced = command(*arguments, "--force", "--dry-run", "--json")
+    assert forced.returncode == 0
+    assert forced.stderr.startswith("warning: pretrain/recipes/debug.toml does not fit: a rank needs ")
+    assert json.loads(forced.stdout)["argv"][-1] == "--force"
 
 
 def test_cores_are_shared_out_on_a_cpu():
@@ -146,6 +166,43 @@ def test_ports_are_free_and_not_of_those_the_system_hands_out(tmp_path, monkeypa
 def test_the_truth_is_what_the_first_rank_wrote(code, before, status, expected, capsys):
     assert verdict(code, before, status, Path("runs/x")) == expected
     assert (capsys.readouterr().err == "") is (expected == 0)
+
+
+@pytest.mark.parametrize(
+    "group, name, text",
+    [
+        ("0::/a/b", "sys/fs/cgroup/a/b/memory.events", "low 0\noom 9\noom_kill {}\n"),
+        ("4:cpu,memory:/x\n0::/", "sys/fs/cgroup/memory/memory.oom_control", "under_oom 0\noom_kill {}\n"),
+        ("1:cpu:/", "proc/vmstat", "nr_free_pages 5\noom_kill {}\n"),
+    ],
+)
+def test_the_kernels_oom_killer_is_named_where_its_count_grew(tmp_path, group, name, text, capsys):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"{group}\n")
+    assert oom_kills(tmp_path) == {}
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(text.format(3))
+    before = oom_kills(tmp_path)
+    assert list(before.values()) == [3]
+    assert oom_killer(before, before) is None
+    assert oom_killer({}, before) is None  # not known before, so nothing is known
+    (tmp_path / name).write_text(text.format(4))
+    killer = oom_killer(before, oom_kills(tmp_path))
+    assert killer is not None
+    assert ("this machine" in killer) is ("vmstat" in name)
+    status = {"state": "running", "attempt": 1}
+    for told in (killer, None):
+        assert verdict(-9, 0, status, Path("runs/x"), told) == 1
+        errors = capsys.readouterr().err
+        assert ("Meanwhile the kernel ended a process of " in errors) is (told is not None)
+        assert errors.count("\n") == 1
+
+
+def test_this_kernels_counts_are_read():
+    counts = oom_kills()
+    assert all(count >= 0 for count in counts.values())
+    if Path("/proc/vmstat").exists() and "oom_kill" in Path("/proc/vmstat").read_text():
+        assert "machine" in counts
 
 
 def test_a_damaged_status_is_an_error(tmp_path):

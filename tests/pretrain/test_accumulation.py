@@ -126,6 +126,7 @@ def fp32_case(ranks: Ranks, settings: list[tuple[int, float | str]]) -> list[lis
         for stage, clipping in settings:
             config = config_of(clipping, compute="fp32")
             engine, batches = build(config, stage, ranks), micro_batches(ranks)
+            assert engine._engine.gradient_clipping() == (0.0 if clipping == "off" else clipping)
             found.append([])
             for step in range(STEPS):
                 plan = BatchPlan.from_config(config, ranks.world_size, step)

@@ -18,6 +18,7 @@ import torch
 
 import pretrain.train
 from data_pipeline.loader import Batch
+from data_pipeline.order import SampleOrder
 from data_pipeline.recorded_run import read_run
 from data_pipeline.steps import Steps
 from pretrain.batching import BatchPlan, steps_of
@@ -25,6 +26,7 @@ from pretrain.checkpoint import TrainState, choose, list_checkpoints
 from pretrain.config import RecipeError, parse_recipe
 from pretrain.engine import process_group
 from pretrain.metrics import Report, read_metrics
+from pretrain.plan import Reading, plan
 from pretrain.run_directory import CheckpointError
 from pretrain.runtime import Ranks
 from pretrain.schedule import learning_rate
@@ -173,6 +175,19 @@ def test_a_part_that_does_not_divide_is_named() -> None:
     assert steps_of(config.batch) == Steps(32, ((48, 12), (96, 24)))
     with pytest.raises(RecipeError, match=re.escape("batch.ramp[0].global_batch_size = 12 is not a multiple of")):
         BatchPlan.from_config(config, 2)
+
+
+def test_the_plan_counts_a_ramps_tokens() -> None:
+    config = recipe(batch={"ramp": [{"until_samples": 48, "global_batch_size": 12}]}, schedule={"max_steps": 20})
+    samples = 48 + 16 * 32  # four steps of 12, sixteen of 32
+    made = plan(config, 1)
+    assert made.total_tokens == samples * 1024
+    assert "batch ramp        12 until sample 48, then 32\n" in made.to_text()
+    assert made.to_dict()["batch_ramp"] == [{"until_samples": 48, "global_batch_size": 12}]
+    order = SampleOrder(seed=1, seq_len=1024, tokens={"one": 100 * 1024 + 1})
+    reading = Reading.of(config, order)
+    assert (reading.samples, reading.epochs) == (samples, {"one": samples / 100})
+    assert "batch ramp" not in plan(recipe(), 1).to_text()
 
 
 # ---------------------------------------------------------------- a decay that begins late

@@ -49,7 +49,7 @@ from model.huggingface import save_tensors
 from pretrain.batching import BatchPlan
 from pretrain.retention import Retention, Saved
 from pretrain.run_directory import CheckpointError, RunDirectory, write_text
-from pretrain.runtime import Ranks
+from pretrain.runtime import Ranks, one_ranks_fault
 
 if TYPE_CHECKING:
     from model.transformer import Transformer
@@ -176,14 +176,16 @@ class Checkpoints:
 
     def load(self, path: Path, engine: TrainingEngine) -> TrainState:
         """Put a checkpoint of this run (see `choose`) into the engine, and return the state it describes."""
-        try:
-            engine.load(path / "engine")
-            torch.set_rng_state(torch.load(path / f"rng-{self.ranks.rank:05d}.pt", weights_only=True))
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"{path} holds more than tensors and numbers, which loading it could run; take it from a source you "
-                f"trust, or another one: {str(error).splitlines()[0]}"
-            ) from None
+        with one_ranks_fault():  # each reads files of its own
+            try:
+                engine.load(path / "engine")
+                torch.set_rng_state(torch.load(path / f"rng-{self.ranks.rank:05d}.pt", weights_only=True))
+            except pickle.UnpicklingError as error:
+                name = re.search(r"GLOBAL (\S+)", str(error))
+                raise CheckpointError(
+                    f"{path} holds {name[1] if name else 'something'}, which is neither a tensor nor a number and "
+                    "could run when it is loaded: it was not; take a checkpoint that a run of this program wrote"
+                ) from None
         return TrainState.of(path)
 
 

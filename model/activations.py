@@ -41,6 +41,7 @@ LEGEND = {
     "x": "bytes of the fp32 copies that half precision is lifted to and rounded from, 0 in fp32",
     "c": "tokens of the loss's first chunk",
     "e": "tokens of the largest chunk behind the first",
+    "u": "rows of the head's gradient that are cast at a time",
     "q": "queries whose scores are formed at a time in attention's backward on CPUs",
     "s": "those scores",
     "m": "threads of torch on a CPU",
@@ -55,10 +56,11 @@ UP_TO_ATTENTION = "b·t·w·(2·d + 2·h·k + 2·kv·k) + 4·b·t·(h + 1)"
 PRODUCTS = "b·t·w·(3·d + 2·h·k + 2·kv·k + 2·f) + 4·b·t·h"  # "selective": its input, and what COSTLY_OPERATIONS gave
 INPUT = "b·t·w·d"
 
-# As model/attention_cpu.py has them.
+# As attention_cpu.py has them, and loss.py.
 MOST_TOKENS = 1024
 CHUNK = 64
 SCORES_PER_THREAD = 1 << 20
+CAST_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ def generation(
     return (
         Moment("prompts, attention", (cache, _held("a block", attention, symbols))),
         Moment("prompts, feed-forward", (cache, _held("a block", "b·t·w·(3·d + 3·f)", symbols))),
-        Moment("a token", (cache, _held("logits, sorted, as chances", "b·v·(w + 36)", symbols))),
+        Moment("a token", (cache, _held("logits, sorted, as chances", "b·v·(w + x/2 + 32) + 4·v", symbols))),
     )
 
 
@@ -239,7 +241,7 @@ def _attention_gradients(work: Pass, symbols: Mapping[str, int]) -> str:
         return f"b·t·w·(h·k + 2·kv·k){_kernel(work, 8 if work.compute_bytes == 4 else 14)}"
     copies = "b·t·w·(2·h·k + 2·kv·k) + " if work.micro_batch_size > 1 else ""  # a head's tokens side by side
     exact = f"{copies}b·t·kv·k·{8 if work.compute_bytes == 2 else 4} + 8·b·t·h"
-    candidates = [f"{exact} + b·t·w·h·k + 8·b·t·kv·k + 12·s + 8·q·k"]
+    candidates = [f"{exact} + b·t·w·h·k + 8·b·t·kv·k + 12·s + 2·w·q·k"]
     if work.compute_bytes == 2:
         candidates.append(f"{exact} + 8·b·t·h·k")
     return max(candidates, key=lambda formula: _value(formula, symbols))
@@ -272,7 +274,7 @@ def _loss(work: Pass, symbols: Mapping[str, int], forms_gradients: bool) -> Held
     head = "4·v·d" if symbols["e"] else "0"
     candidates = [f"c·{logits}", f"e·{logits} + {head}", "w·c·v + w·v·d", f"w·e·v + w·v·d + {head}"]
     if work.compute_bytes == 2:
-        candidates.append(f"w·v·d + {head}")
+        candidates.append(f"w·v·d + {head} + 4·u·d")
     return max((_held("logits of a chunk, gradient of the head", one, symbols) for one in candidates), key=_bytes)
 
 
@@ -280,7 +282,7 @@ def _head_gradients(work: Pass) -> str:
     """As the loss left them, and multiplied by what comes from behind; Liger's kernel multiplies them in place."""
     if work.fused_loss:
         return "b·t·w·d + w·v·d"
-    return "2·b·t·w·d + (4 + w)·v·d" if work.tokens > work.loss_chunk_tokens else "2·b·t·w·d + 2·w·v·d"
+    return f"2·b·t·w·d + {'(4 + w)' if work.tokens > work.loss_chunk_tokens else '2·w'}·v·d + 4·u·d"
 
 
 # ---------------------------------------------------------------- sums
@@ -337,6 +339,7 @@ def _symbols(config: ModelConfig, work: Pass) -> dict[str, int]:
         "x": 8 if work.compute_bytes == 2 else 0,
         "c": chunk,
         "e": min(chunk, work.tokens - chunk),
+        "u": min(config.vocab_size, CAST_ROWS),
         "q": rows * group * min(CHUNK, t),
         "s": rows * group * max(CHUNK * whole_chunks, (t - whole_chunks) * t),
         "m": work.threads,

@@ -55,6 +55,29 @@ def parameter_count(config: ModelConfig) -> int:
     return embeddings + config.n_layers * _block(config) + config.d_model
 
 
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name → shape of every parameter, in the order in which the module has them; a tied head is the embedding."""
+    d, q_width, kv_width = config.d_model, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    block = {
+        "input_layernorm": (d,),
+        "self_attn.q_proj": (q_width, d),
+        "self_attn.k_proj": (kv_width, d),
+        "self_attn.v_proj": (kv_width, d),
+        "self_attn.o_proj": (d, q_width),
+        "post_attention_layernorm": (d,),
+        "mlp.gate_proj": (config.d_ff, d),
+        "mlp.up_proj": (config.d_ff, d),
+        "mlp.down_proj": (d, config.d_ff),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (config.vocab_size, d)}
+    for layer in range(config.n_layers):
+        shapes.update({f"layers.{layer}.{name}.weight": shape for name, shape in block.items()})
+    shapes["norm.weight"] = (d,)
+    if not config.tied:
+        shapes["lm_head.weight"] = (config.vocab_size, d)
+    return shapes
+
+
 def parameter_parts(config: ModelConfig) -> list[Part]:
     """The parameter table, part by part; the last line is the whole."""
     d, block, total = config.d_model, _block(config), parameter_count(config)

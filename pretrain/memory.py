@@ -1,46 +1,67 @@
 """What each rank will hold, before anything is started: by arithmetic, part by part, each part naming its formula.
 
-No torch here: planning is quick, and the sums are held against live engines (tests/pretrain/test_memory.py,
-benchmarks/memory.py; docs/memory.md says where each formula comes from).
+Parts follow from what DeepSpeed 0.19's engines allocate (zero/stage_1_and_2.py, zero/stage3.py, bf16_optimizer.py,
+fp16/unfused_optimizer.py) and from what a pass through the model holds (model/activations.py). A moment of a run is
+several scenes, one of which holds most: the loss, the first or the last block's backward, the reduction of gradients,
+the gradient's cast inside the step. The budget has the parts of the largest scene of each moment.
 
-Static memory as measured on live engines (DeepSpeed 0.19, torch 2.13, AdamW), P parameters, N ranks, bf16 compute:
-
-    stage   weights   gradients              when accumulated in fp32           masters, moments
-    0       2P        2P                     (refused)                          4P, 8P
-    1       2P        2P                     2P, and a whole buffer 4P beside   4P/N, 8P/N
-    2       2P        2P/N                   4P/N instead                       4P/N, 8P/N
-    3       2P/N      2P/N                   4P/N instead                       4P/N, 8P/N
-
-With bf16 masters the last column is 2P/N, 4P/N. fp16 compute holds the same, but ZeRO-0 is refused, and ZeRO-1 that
-accumulates in fp32 lets go of its fp16 gradients: 4P instead, no buffer beside. With fp32 compute, weights and
-gradients take 4 bytes; ZeRO-0 updates the weights themselves, ZeRO-1 to 3 keep a clone of their partition as masters.
+benchmarks/memory.py and tests/pretrain/test_memory.py hold the sums against live engines; docs/memory.md says where
+each formula comes from. LEGEND names the symbols; those of the model's own parts are in activations.LEGEND. No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
-from model.accounting import parameter_count
+from model import activations
+from model.accounting import parameter_shapes
 from pretrain.batching import BatchPlan
 from pretrain.config import Compute, RecipeError, RunConfig
-from pretrain.engine import refusal, zero_stage
+from pretrain.engine import is_torchs, refusal, zero_stage
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+LEGEND = {
+    "P": "parameters",
+    "N": "ranks",
+    "p": "parameters of a rank's partition, filled up to what the engine aligns: P/N and a little",
+    "Q": "parameters filled up so that N ranks have equal partitions",
+    "s": "parameters that have an element in a rank's partition, each counted whole",
+    "l": "parameters of the largest tensor, or of a rank's part of it",
+    "u": "parameters that are updated at once: the largest group's part of a partition",
+    "g": "parameters that have their gradient of this micro-batch by the largest moment of its backward",
+    "B": "elements of a bucket: reduce_bucket_size",
+    "G": "parameters that ZeRO-3 has gathered, by its reuse distance, prefetch bucket and largest number alive",
+    "K": "parameters that are whole on every rank: those up to stage3_param_persistence_threshold",
+}
 
 Moment = Literal["forward", "backward", "step", "evaluation", "saving"]
 Place = Literal["device", "host"]
 Device = Literal["cpu", "cuda"]
 MOMENTS: tuple[Moment, ...] = ("forward", "backward", "step", "evaluation", "saving")
 
+# DeepSpeed's own, where the JSON is silent.
+DEFAULT_BUCKET = 500_000_000
+WHOLE_BUCKET = 500_000_000  # engine.py: MEMORY_OPT_ALLREDUCE_SIZE, which no key sets
+DEFAULT_PERSISTENCE, DEFAULT_PREFETCH, DEFAULT_LIVE, DEFAULT_SUB_GROUP = 100_000, 50_000_000, 10**9, 10**9
+ALIGNMENT = 2  # elements a rank, of a flat group (nccl_start_alignment_factor)
+# pretrain/adamw.py: elements updated at once where torch's fused kernel does not, and bytes it takes for each.
+PIECE = {"cpu": 2**16, "cuda": 2**24}
+PIECE_BYTES = 24
+QUANTIZED_BLOCK = 256  # pretrain/eight_bit.py: moments of 8 bits that share an fp32 scale
+SWAP_BUFFERS = 4  # offload_optimizer.buffer_count, each of the largest group's partition
+
 
 @dataclass(frozen=True)
 class Part:
     """One kind of tensor a rank holds: its size in bytes, the formula it comes from, where and when it lives.
 
-    `static` says that it belongs to the training state: it is there once in every optimizer step, however large a
-    micro-batch is. What is not static grows with the micro-batch or lives inside one operation.
+    `static` says that it is the training state's: held between the engine's calls, however large a micro-batch is.
     """
 
     name: str
@@ -58,7 +79,7 @@ class Budget:
     parts: tuple[Part, ...]
 
     def parts_at(self, moment: Moment, place: Place = "device") -> tuple[Part, ...]:
-        """The parts that live in `moment`."""
+        """The parts that live in the largest scene of `moment`."""
         return tuple(part for part in self.parts if part.place == place and moment in part.moments)
 
     def at(self, moment: Moment, place: Place = "device") -> int:
@@ -76,8 +97,11 @@ class Budget:
 
     @property
     def static_bytes(self) -> int:
-        """Of the device: weights, gradients, masters, moments and what else the training state is."""
+        """Of the device: weights, gradients, masters, moments and what else is held between the engine's calls."""
         return sum(part.bytes for part in self.parts if part.static and part.place == "device")
+
+
+Scene = Sequence[Part]
 
 
 def budget(
@@ -85,143 +109,576 @@ def budget(
 ) -> Budget:
     """What one of `world_size` ranks holds of `config` under the resolved DeepSpeed JSON (`engine.resolve`).
 
-    A partition is the largest rank's. RecipeError, with the reason, where the engine cannot hold the combination
-    (`engine.refusal`), since there is then nothing to count.
+    Where ranks differ it is the largest one's. RecipeError, with the reason, where the engine cannot hold the
+    combination (`engine.refusal`), since there is then nothing to count.
     """
-    stage, precision = zero_stage(deepspeed), config.precision
-    reason = refusal(stage, compute, precision.master, precision.accumulate)
+    precision = config.precision
+    reason = refusal(zero_stage(deepspeed), compute, precision.master, precision.accumulate)
     if reason is not None:
         raise RecipeError(reason)
-    batch = BatchPlan.from_config(config, world_size)
-    parameters = parameter_count(config.model)
-    parts = [
-        *_training_state(config, stage, parameters, world_size, compute),
-        *_buckets(deepspeed["zero_optimization"], stage, parameters, compute),
-        *_step(config, stage, parameters, world_size),
-        *_activations(config, batch, compute),
-        *_saving(parameters, compute, device),
-    ]
-    return Budget(tuple(part for part in parts if part.bytes))
+    engine = _engine(_Facts.of(config, deepspeed, world_size, compute, device))
+    later = BatchPlan.from_config(config, world_size).gradient_accumulation_steps > 1
+    buffers = [_of_model(one, True) for one in activations.buffers(config.model)]
+    resting = [*buffers, *engine.held(), *(engine.between_micro_steps() if later else engine.sums())]
+    merged: dict[Part, list[Moment]] = {part: [] for part in resting}
+    for moment, scenes in _scenes(engine, config, world_size, compute, device, later):
+        for part in max(([*buffers, *engine.held(), *scene] for scene in scenes), key=_on_device):
+            known = part if part in resting else replace(part, static=False)
+            merged.setdefault(known, []).append(moment)
+    return Budget(tuple(replace(part, moments=tuple(moments)) for part, moments in merged.items() if part.bytes))
 
 
-def _training_state(
-    config: RunConfig, stage: int, parameters: int, world_size: int, compute: Compute
-) -> Iterator[Part]:
-    precision = config.precision
-    weight, master, moment = BYTES[compute], BYTES[precision.master], BYTES[precision.moments_dtype]
-    # The ZeRO-1 engine of bf16 keeps its gradients and sums them in a second buffer; the others keep only the sums.
-    beside = stage == 1 and compute == "bf16" and precision.accumulate == "fp32"
-    gradient = weight if beside else BYTES[precision.accumulate]
-    in_place = compute == "fp32" and stage == 0
-    sums: tuple[Moment, ...] = ("forward", "backward", "step") if config.batch.micro_batch_size else ()
-
-    def part(name: str, bytes_each: int, partitioned: bool, moments: tuple[Moment, ...] = MOMENTS) -> Part:
-        held = -(-parameters // world_size) if partitioned else parameters
-        formula = f"{bytes_each}P/{world_size}" if partitioned else f"{bytes_each}P"
-        return Part(name, bytes_each * held, formula, moments=moments, static=True)
-
-    yield part("weights", weight, stage == 3)
-    yield part("gradients", gradient, stage >= 2, sums)
-    yield part("accumulation buffer", BYTES[precision.accumulate] if beside else 0, False)
-    yield part("masters", 0 if in_place else master, stage >= 1)
-    yield part("moments", 2 * moment, stage >= 1)
-    yield part("compensation", master if precision.compensation == "kahan" else 0, stage >= 1)
+def _on_device(scene: Scene) -> int:
+    return sum(part.bytes for part in scene if part.place == "device")
 
 
-def _buckets(zero: Mapping[str, Any], stage: int, parameters: int, compute: Compute) -> Iterator[Part]:
-    if stage >= 1:
-        elements = int(zero.get("reduce_bucket_size", 500_000_000))
-        count = 2 if stage == 2 and zero.get("overlap_comm", False) else 1
-        yield Part(
-            "reduce bucket", count * elements * BYTES[compute], f"{count} × {elements} × {BYTES[compute]}",
-            moments=("backward",),
-        )  # fmt: skip
-    if stage == 3:
-        live = min(int(zero.get("stage3_max_live_parameters", 10**9)), parameters)
-        yield Part(
-            "gathered layers", live * BYTES[compute], f"min(stage3_max_live_parameters, P) × {BYTES[compute]}",
-            moments=("forward", "backward", "evaluation"),
-        )  # fmt: skip
+def _scenes(
+    engine: _Engine, config: RunConfig, world_size: int, compute: Compute, device: Device, later: bool
+) -> Iterator[tuple[Moment, list[Scene]]]:
+    """What is held at the telling points of each moment, beside what always is."""
+    work = activations.Pass(
+        micro_batch_size=config.batch.micro_batch_size,
+        seq_len=config.model.seq_len,
+        compute_bytes=BYTES[compute],
+        checkpointing=config.memory.activation_checkpointing,
+        loss_chunk_tokens=config.memory.loss_chunk_tokens,
+        device=device,
+        documents=config.data.packing != "concat",
+    )
+    gathered = engine.gathered()
+    earlier = engine.between_micro_steps() if later else []
+
+    def of(moments: Iterable[activations.Moment], beside: Scene) -> list[Scene]:
+        return [[*beside, *map(_of_model, moment.held)] for moment in moments]
+
+    yield "forward", of(activations.forward(config.model, work), [*earlier, *gathered])
+    backward = list(engine.reducing(later))
+    for moment in activations.backward(config.model, work):
+        backward += of([moment], [*engine.growing(moment.gradients, later), *gathered])
+    yield "backward", backward
+    yield "step", list(engine.stepping())
+    yield "evaluation", of(activations.evaluation(config.model, work), gathered)
+    yield "saving", [engine.saving()]
 
 
-def _step(config: RunConfig, stage: int, parameters: int, world_size: int) -> Iterator[Part]:
-    held = -(-parameters // world_size) if stage >= 1 else parameters
-    if config.precision.accumulate != config.precision.master:
-        each = BYTES[config.precision.master]
-        yield Part("gradients cast for the optimizer", held * each, f"{each}P/N", moments=("step",))
+def _of_model(held: activations.Held, static: bool = False) -> Part:
+    return Part(held.name, held.bytes, held.formula, static=static)
 
 
-def _activations(config: RunConfig, batch: BatchPlan, compute: Compute) -> Iterator[Part]:
-    model, tokens = config.model, batch.tokens_per_micro_step
-    each = BYTES[compute]
-    heads = (2 * model.n_heads + 2 * model.n_kv_heads) * model.head_dim
-    block = tokens * (6 * model.d_model + heads + 4 * model.d_ff) * each
-    kept = block if config.memory.activation_checkpointing == "none" else tokens * model.d_model * each
-    chunk = min(config.memory.loss_chunk_tokens, tokens) * model.vocab_size * 10
-    yield Part("activations", model.n_layers * kept + block, "blocks", moments=("forward", "backward"))
-    yield Part("loss", chunk + 4 * model.vocab_size * model.d_model, "10 chunk V + 4 V d", moments=("forward",))
-    yield Part("evaluation", 2 * block + chunk, "2 blocks + 10 chunk V", moments=("evaluation",))
-
-
-def _saving(parameters: int, compute: Compute, device: Device) -> Iterator[Part]:
-    place: Place = "host" if device == "cuda" else "device"
-    yield Part("copy of the weights", parameters * BYTES[compute], f"{BYTES[compute]}P", place, ("saving",))
-
-
-# ---------------------------------------------------------------- what `plan` shows of the training state
+# ---------------------------------------------------------------- what all engines count with
 
 
 @dataclass(frozen=True)
-class StaticBudget:
-    """The training state of one rank, part by part: weights, gradients, accumulation buffer, masters, moments."""
+class _Facts:
+    """Sizes and settings of one rank, bytes of the dtypes: weight, master, moment, accumulated and communicated."""
 
     stage: int
-    world_size: int
-    parameters: int
-    parts: tuple[Part, ...]
+    compute: Compute
+    ranks: int
+    groups: tuple[tuple[int, ...], ...]  # elements of the parameters of each of the optimizer's groups
+    hidden: bool  # the first group has another optimizer's states
+    zero: Mapping[str, Any]
+    optimizer: str
+    fused: bool
+    compensated: bool
+    largest_matrix: tuple[int, int]
+    weight: int
+    master: int
+    moment: int
+    summed: int
+    sent: int
+    device: Device
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, deepspeed: Mapping[str, Any], ranks: int, compute: Compute, device: Device
+    ) -> _Facts:
+        precision = config.precision
+        groups, has_hidden = _groups(config)
+        return cls(
+            stage=zero_stage(deepspeed),
+            compute=compute,
+            ranks=ranks,
+            groups=groups,
+            hidden=has_hidden,
+            zero=deepspeed["zero_optimization"],
+            optimizer=config.optimizer.name,
+            fused=is_torchs(config),
+            compensated=precision.compensation == "kahan",
+            largest_matrix=max(
+                (shape for shape in parameter_shapes(config.model).values() if len(shape) == 2), key=math.prod
+            ),
+            weight=BYTES[compute],
+            master=BYTES[precision.master],
+            moment=BYTES[precision.moments_dtype],
+            summed=BYTES[precision.accumulate],
+            sent=BYTES[deepspeed.get("communication_data_type", compute)],
+            device=device,
+        )
 
     @property
-    def total_bytes(self) -> int:
-        return sum(part.bytes for part in self.parts)
+    def parameters(self) -> int:
+        return sum(map(sum, self.groups))
 
     @property
-    def bytes_per_parameter(self) -> float:
-        return self.total_bytes / self.parameters
+    def bucket(self) -> int:
+        return int(self.zero.get("reduce_bucket_size", DEFAULT_BUCKET))
+
+    @cached_property
+    def partitions(self) -> tuple[int, ...]:
+        """Elements of a rank's part of each group: flat, aligned and cut (ZeRO-1, 2), or of each tensor (ZeRO-3)."""
+        if self.stage == 0:
+            return tuple(map(sum, self.groups))
+        if self.stage == 3:
+            return tuple(sum(-(-size // self.ranks) for size in group) for group in self.groups)
+        unit = ALIGNMENT * self.ranks
+        return tuple(-(-sum(group) // unit) * ALIGNMENT for group in self.groups)
+
+    @property
+    def partition(self) -> int:
+        return sum(self.partitions)
+
+    @property
+    def updated(self) -> int:
+        """Elements updated at once: a group's part of a partition, or what sub_group_size cuts off it."""
+        largest = max(self.partitions)
+        if self.stage != 3:
+            return largest
+        return min(largest, int(self.zero.get("sub_group_size", DEFAULT_SUB_GROUP)) + self.largest_piece)
+
+    @property
+    def largest(self) -> int:
+        return max(map(max, self.groups))
+
+    @cached_property
+    def largest_piece(self) -> int:
+        """Of one tensor in one rank's partition."""
+        if self.stage == 3:
+            return -(-self.largest // self.ranks)
+        return max(piece for _, _, piece in self._pieces())
+
+    @cached_property
+    def owned(self) -> int:
+        """The elements of all tensors that a rank's partition has any of, whole; the largest rank's."""
+        totals = [0] * self.ranks
+        for rank, size, _ in self._pieces():
+            totals[rank] += size
+        return max(totals)
+
+    def _pieces(self) -> Iterator[tuple[int, int, int]]:
+        """Of each tensor in a flat group: a rank that has elements of it, the tensor's elements, and the rank's."""
+        for group, part in zip(self.groups, self.partitions, strict=True):
+            for size, end in zip(group, accumulate(group), strict=True):
+                for rank in range((end - size) // part, (end - 1) // part + 1):
+                    yield rank, size, min(end, (rank + 1) * part) - max(end - size, rank * part)
+
+    def offloads(self, key: Literal["offload_optimizer", "offload_param"]) -> str:
+        """ "cpu", "nvme" or "none"."""
+        section = self.zero.get(key)
+        return str(section.get("device", "none")) if isinstance(section, Mapping) else "none"
 
 
-def static_budget(
-    parameters: int, stage: int, world_size: int, master: str, accumulate: str, compute: Compute = "bf16"
-) -> StaticBudget:
-    """The static bytes each rank holds under ZeRO `stage` on `world_size` ranks.
-
-    A partition is the largest rank's: parameters / ranks, rounded up. RecipeError, with the reason, where the engine
-    cannot hold the combination (`engine.refusal`), since there is then nothing to count.
+def _groups(config: RunConfig) -> tuple[tuple[tuple[int, ...], ...], bool]:
+    """Elements of the parameters by group, as `optimizer.parameter_groups` has them, and whether hidden matrices are
+    a group of their own, the first one.
     """
-    reason = refusal(stage, compute, master, accumulate)
-    if reason is not None:
-        raise RecipeError(reason)
+    shapes, table = parameter_shapes(config.model), config.optimizer
+    apart = table.name != "adamw"
+    hidden = [name for name, shape in shapes.items() if apart and name.startswith("layers.") and len(shape) == 2]
+    decayed = [
+        name
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name not in hidden and (table.decay_embeddings or name != "embed_tokens.weight")
+    ]
+    rest = [name for name in shapes if name not in {*hidden, *decayed}]
+    names = [group for group in (hidden, decayed, rest) if group]
+    return tuple(tuple(math.prod(shapes[name]) for name in group) for group in names), apart
 
-    weight, state = BYTES[compute], BYTES[master]
-    # The ZeRO-1 engine of bf16 keeps its gradients and sums them in a second buffer; the others keep only the sums.
-    beside = stage == 1 and compute == "bf16" and accumulate == "fp32"
-    gradient = weight if beside else BYTES[accumulate]
-    updates_weights_in_place = compute == "fp32" and stage == 0
 
-    def part(name: str, bytes_each: int, partitioned: bool) -> Part:
-        held = -(-parameters // world_size) if partitioned else parameters
-        if not bytes_each:
-            return Part(name, 0, "0")
-        return Part(name, bytes_each * held, f"{bytes_each}P/{world_size}" if partitioned else f"{bytes_each}P")
+# ---------------------------------------------------------------- the engines
 
-    return StaticBudget(
-        stage,
-        world_size,
-        parameters,
-        (
-            part("weights", weight, stage == 3),
-            part("gradients", gradient, stage >= 2),
-            part("accumulation buffer", BYTES[accumulate] if beside else 0, False),
-            part("masters", 0 if updates_weights_in_place else state, stage >= 1),
-            part("moments", 2 * state, stage >= 1),
-        ),
-    )
+
+class _Engine:
+    """What one of DeepSpeed's engines holds; each method gives parts, `held` those that are always there."""
+
+    def __init__(self, facts: _Facts) -> None:
+        self.f = facts
+
+    def held(self) -> list[Part]:
+        raise NotImplementedError
+
+    def gathered(self) -> list[Part]:
+        """Beside them while the model runs."""
+        return []
+
+    def between_micro_steps(self) -> list[Part]:
+        """Beside them between the micro-steps of one update."""
+        raise NotImplementedError
+
+    def sums(self) -> list[Part]:
+        """Beside them between the last backward of an update and its step."""
+        return self.between_micro_steps()
+
+    def growing(self, gradients: int, later: bool) -> list[Part]:
+        """Beside them in a backward pass, of which so many parameters have their gradient; `later`: earlier
+        micro-batches have theirs.
+        """
+        raise NotImplementedError
+
+    def reducing(self, later: bool) -> list[Scene]:
+        """At the end of the last backward of an update."""
+        raise NotImplementedError
+
+    def stepping(self) -> list[Scene]:
+        """In the update."""
+        raise NotImplementedError
+
+    def saving(self) -> Scene:
+        """While a checkpoint is written."""
+        f = self.f
+        return [Part("copy of the weights, first rank", f.weight * f.parameters, f"{f.weight}·P", "host")]
+
+    def state(self, masters: bool = True) -> list[Part]:
+        """Masters, moments and compensation, where they are."""
+        f, place = self.f, self.state_place
+        parts = []
+        if masters:
+            parts.append(self._static("masters", f.master, f.partition, place))
+        kept = {"muon": "momentum", "adamw8bit": "8-bit moments"}.get(f.optimizer) if f.hidden else None
+        of_hidden = f.partitions[0] if kept else 0
+        parts.append(self._static("moments", 2 * f.moment, f.partition - of_hidden, place))
+        if kept == "momentum":
+            parts.append(self._static("momentum of hidden matrices", f.moment, of_hidden, place))
+        elif kept:
+            scales = 2 * 4 * -(-of_hidden // QUANTIZED_BLOCK)
+            parts.append(
+                Part(
+                    "8-bit moments of hidden matrices", 2 * of_hidden + scales, f"2·(1 + 4/{QUANTIZED_BLOCK})·p",
+                    place, static=True,
+                )
+            )  # fmt: skip
+        if f.compensated:
+            parts.append(self._static("compensation", f.master, f.partition, place))
+        if f.offloads("offload_optimizer") == "nvme":
+            states = 1 + (3 if masters else 2)
+            parts = [
+                Part(
+                    "buffers for states on NVMe", SWAP_BUFFERS * f.master * f.updated,
+                    f"{SWAP_BUFFERS}·{f.master}·u, of {states} states", "host", static=True,
+                )
+            ]  # fmt: skip
+        return parts
+
+    @property
+    def state_place(self) -> Place:
+        return "host" if self.f.offloads("offload_optimizer") != "none" else "device"
+
+    def temporaries(self) -> list[Part]:
+        """Of the optimizer's own arithmetic."""
+        f = self.f
+        if f.fused or self.state_place == "host":
+            return []
+        parts = [
+            Part(
+                "a piece being updated", PIECE_BYTES * min(PIECE[f.device], f.updated),
+                f"{PIECE_BYTES}·min({PIECE[f.device]}, u)",
+            )
+        ]  # fmt: skip
+        if f.optimizer == "muon":
+            rows, columns = f.largest_matrix
+            smaller = min(rows, columns)
+            parts.append(
+                Part("orthogonalization", 8 * rows * columns + 6 * smaller**2, "8·rows·columns + 6·min(rows, columns)²")
+            )
+        return parts
+
+    def _static(self, name: str, each: int, count: int, place: Place = "device", symbol: str = "p") -> Part:
+        return Part(name, each * count, f"{each}·{symbol}", place, static=True)
+
+    def _flat_copy(self, tensors: Sequence[int], bucket: int, each: int) -> int:
+        """Bytes of the largest flat copy of neighbouring tensors, each as many as it takes to pass `bucket`."""
+        most = run = count = 0
+        for size in tensors:
+            run, count = run + size, count + 1
+            if run > bucket:
+                most, run, count = max(most, run if count > 1 else 0), 0, 0
+        return each * max(most, run if count > 1 else 0)
+
+
+class _Replicated(_Engine):
+    """ZeRO-0: in fp32 the optimizer's own parameters, in bf16 fp16/unfused_optimizer.py."""
+
+    @property
+    def in_place(self) -> bool:
+        return self.f.weight == 4
+
+    def held(self) -> list[Part]:
+        return [self._static("weights", self.f.weight, self.f.parameters, symbol="P"), *self.state(not self.in_place)]
+
+    def between_micro_steps(self) -> list[Part]:
+        return [self._static("gradients", self.f.weight, self.f.parameters, symbol="P")]
+
+    def growing(self, gradients: int, later: bool) -> list[Part]:
+        if later:
+            return self.between_micro_steps()
+        return [Part("gradients so far", self.f.weight * gradients, f"{self.f.weight}·g")]
+
+    def reducing(self, later: bool) -> list[Scene]:
+        f = self.f
+        flat = self._flat_copy([size for group in f.groups for size in group], WHOLE_BUCKET, f.weight)
+        return [[*self.between_micro_steps(), Part("gradients in one piece", flat, f"{f.weight}·P")]]
+
+    def stepping(self) -> list[Scene]:
+        f = self.f
+        if self.in_place:
+            return [[*self.between_micro_steps(), *self.temporaries()]]
+        cast = Part("gradients in fp32", 4 * f.parameters, "4·P")
+        return [[*self.between_micro_steps(), cast, *self.temporaries()]]
+
+
+class _Bf16(_Engine):
+    """ZeRO-1, bf16 with sums in fp32: bf16_optimizer.py. Each gradient is added to a whole fp32 buffer."""
+
+    def held(self) -> list[Part]:
+        f, whole = self.f, self.f.partition * self.f.ranks
+        return [
+            self._static("weights", f.weight, whole, symbol="Q"),
+            self._static("accumulation buffer", f.summed, whole, symbol="Q"),
+            *self.state(),
+        ]
+
+    def between_micro_steps(self) -> list[Part]:
+        return [self._static("gradients", self.f.weight, self.f.parameters, symbol="P")]
+
+    def growing(self, gradients: int, later: bool) -> list[Part]:
+        if later:
+            return self.between_micro_steps()
+        return [Part("gradients so far", self.f.weight * gradients, f"{self.f.weight}·g")]
+
+    def reducing(self, later: bool) -> list[Scene]:
+        f = self.f
+        groups = [part * f.ranks for part in f.partitions]
+        flat = self._flat_copy(groups, WHOLE_BUCKET, f.summed)
+        scene = [*self.between_micro_steps(), Part("sums in one piece", flat, f"{f.summed}·Q")]
+        if f.sent != f.summed:
+            sent = f.sent * (flat // f.summed or max(groups))
+            scene.append(Part("sums as they are sent", sent, f"{f.sent}·Q"))
+        return [scene]
+
+    def stepping(self) -> list[Scene]:
+        return [
+            [*self.between_micro_steps(), *self.temporaries()],
+            [*self.between_micro_steps(), *_gloo_gather(self.f)],
+        ]
+
+
+class _Flat(_Engine):
+    """ZeRO-1 and 2: zero/stage_1_and_2.py."""
+
+    @property
+    def compact(self) -> bool:
+        """Whether fp32 sums of a low-precision model lie in one flat partition; else they are whole tensors."""
+        return self.f.summed == 4 and self.f.weight != 4
+
+    @property
+    def staged(self) -> int:
+        """Bytes of a number in the bucket."""
+        return self.f.summed if self.f.stage == 1 and self.compact else self.f.weight
+
+    def held(self) -> list[Part]:
+        f = self.f
+        parts = [self._static("weights", f.weight, f.partition * f.ranks, symbol="Q"), *self.state()]
+        if self.state_place == "host":
+            parts += [
+                self._static("gradients for the optimizer", f.master, f.partition, "host"),
+                self._static("weights for the copy back", f.weight, f.partition, "host"),
+                self._static("buffer for a gradient", f.weight, f.largest, symbol="l"),
+                self._static("buffer for a gradient, main memory", f.weight, f.largest, "host", "l"),
+            ]
+        return parts
+
+    def sums(self) -> list[Part]:
+        """Gradients behind a reduction."""
+        f = self.f
+        if self.compact:
+            return [self._static("gradients", f.summed, f.partition)]
+        return [self._static("gradients", f.weight, f.owned, self.state_place, "s")]
+
+    def between_micro_steps(self) -> list[Part]:
+        f = self.f
+        if f.stage == 2:
+            return self.sums()
+        return [self._static("gradients", f.summed, f.parameters, symbol="P"), *self.buckets(static=True)]
+
+    def buckets(self, static: bool = False) -> list[Part]:
+        f = self.f
+        count = 2 if f.zero.get("overlap_comm", False) else 1
+        return [Part("reduce buckets", count * f.bucket * self.staged, f"{count}·{self.staged}·B", static=static)]
+
+    def growing(self, gradients: int, later: bool) -> list[Part]:
+        f = self.f
+        earlier = self.between_micro_steps() if later else []
+        if not gradients:
+            return earlier
+        if f.stage == 1:
+            if later:
+                return earlier
+            return [Part("gradients so far", f.summed * gradients, f"{f.summed}·g"), *self.buckets()]
+        return [*earlier, *self.buckets(), *self._reduced(gradients, later)]
+
+    def _reduced(self, gradients: int, later: bool) -> list[Part]:
+        """Of gradients that a bucket has been sent with: this rank's, and the bucket's flat copy."""
+        f = self.f
+        if gradients <= f.bucket:
+            return []
+        parts = [Part("bucket in one piece", f.weight * min(f.bucket, gradients), f"{f.weight}·min(B, g)")]
+        if not self.compact and self.state_place == "device":
+            parts.append(Part("gradients of this micro-batch", f.weight * f.owned, f"{f.weight}·s"))
+        elif not later:
+            parts += self.sums()
+        return parts
+
+    def reducing(self, later: bool) -> list[Scene]:
+        f = self.f
+        beyond = f.largest > f.bucket  # the largest tensor passes the bucket by, which is full beside it
+        flat = min(f.bucket, f.parameters)
+        if f.stage == 2:
+            alone = [Part("gradient beyond the bucket", f.weight * f.largest, f"{f.weight}·l")] if beyond else []
+            cast = [Part("its cast", 4 * f.largest_piece, "4·l")] if beyond and self.compact else []
+            earlier = self.sums() if later else []
+            own = self._reduced(f.parameters, later) or ([] if later and self.compact else self.sums())
+            copies = [] if beyond else [Part("bucket in one piece", f.weight * flat, f"{f.weight}·min(B, P)")]
+            own = [part for part in own if part.name != "bucket in one piece"]
+            return [[*earlier, *self.buckets(), *own, *alone, *cast, *copies]]
+        scene = [
+            self._static("gradients", f.summed, f.parameters, symbol="P"), *self.buckets(True),
+            *(replace(part, name="gradients of this rank", static=False) for part in self.sums()),
+        ]  # fmt: skip
+        if self.compact:
+            most = max(f.largest if beyond else 0, flat)
+            scene += [
+                Part("bucket as it is sent", f.sent * most, f"{f.sent}·max(l, B)"),
+                Part("its cast", 4 * f.largest_piece, "4·l"),
+            ]
+        return [scene]
+
+    def stepping(self) -> list[Scene]:
+        f = self.f
+        if self.state_place == "host":
+            return [[*self.sums()], []]
+        sums = self.sums()
+        norm = [*sums, Part("a gradient in fp64, for the norm", 8 * f.largest_piece, "8·l")]
+        flat = Part("gradients in one piece", f.summed * f.updated, f"{f.summed}·u")
+        cast = Part("gradients as the masters are", f.master * f.updated, f"{f.master}·u")
+        casts = f.master != f.summed
+        gather = _gloo_gather(f)
+        if self.compact:
+            return [norm, [*sums, *([cast] if casts else []), *self.temporaries()], gather]
+        # The views of the vectors' gradients keep the matrices' in memory until their own group is updated.
+        return [
+            norm,
+            [*sums, flat, *([cast] if casts else [])],
+            [*sums, cast if casts else flat, *self.temporaries()],
+            gather,
+        ]
+
+
+class _Partitioned(_Engine):
+    """ZeRO-3: zero/stage3.py."""
+
+    def held(self) -> list[Part]:
+        f = self.f
+        weights: Place = "host" if f.offloads("offload_param") != "none" else "device"
+        parts = [
+            self._static("weights", f.weight, f.partition, weights),
+            self._static("small parameters, whole", f.weight, self.persistent, symbol="K"),
+            self._static("gradients", f.summed, f.partition, self.state_place),
+            self._static("reduce bucket", f.sent, f.bucket, symbol="B"),
+            *self.state(),
+        ]
+        if self.state_place == "host":
+            parts.append(self._static("gradients for the optimizer", f.master, f.partition, "host"))
+        return parts
+
+    @property
+    def persistent(self) -> int:
+        zero = self.f.zero
+        threshold = int(zero.get("stage3_param_persistence_threshold", DEFAULT_PERSISTENCE))
+        room = int(zero.get("stage3_model_persistence_threshold", 2**62))
+        total = 0
+        for size in (size for group in self.f.groups for size in group):
+            if size <= threshold and total + size <= room:
+                total += size
+        return total
+
+    def gathered(self) -> list[Part]:
+        f, zero = self.f, self.f.zero
+        reuse = int(zero.get("stage3_max_reuse_distance", DEFAULT_LIVE))
+        prefetch = int(zero.get("stage3_prefetch_bucket_size", DEFAULT_PREFETCH))
+        live = int(zero.get("stage3_max_live_parameters", DEFAULT_LIVE))
+        rest = f.parameters - self.persistent
+        # A parameter stays from its use in forward to that in backward if no more than `reuse` are used between: the
+        # head, and of the blocks those of the last half of it. What is prefetched comes beside them while no more than
+        # `live` are there.
+        kept = f.largest + max(0, reuse // 2 - f.largest)
+        count = min(rest, kept + min(prefetch, max(0, live - kept)))
+        return [Part("gathered parameters", f.weight * count, f"{f.weight}·G")]
+
+    def between_micro_steps(self) -> list[Part]:
+        return []
+
+    def saving(self) -> Scene:
+        whole = Part("one parameter, gathered", self.f.weight * self.f.largest, f"{self.f.weight}·l")
+        return [*super().saving(), whole]
+
+    def growing(self, gradients: int, later: bool) -> list[Part]:
+        if not gradients:
+            return []
+        f = self.f
+        sent = min(f.bucket, gradients)
+        parts = [Part("bucket in the order of ranks", f.weight * sent, f"{f.weight}·min(B, g)")]
+        if f.device == "cpu" and f.ranks > 1:
+            parts.append(Part("gloo's copy of it", f.weight * sent, f"{f.weight}·min(B, g)"))
+        return parts
+
+    def reducing(self, later: bool) -> list[Scene]:
+        f = self.f
+        if f.largest <= f.bucket:
+            return [self.growing(f.parameters, later)]
+        parts: list[Part] = [Part("gradient beyond the bucket", f.weight * f.largest, f"{f.weight}·l")]
+        if f.device == "cpu" and f.ranks > 1:
+            parts.append(Part("gloo's copy of it", f.weight * f.largest, f"{f.weight}·l"))
+        return [parts]
+
+    def stepping(self) -> list[Scene]:
+        f = self.f
+        if self.state_place == "host":
+            return [[]]
+        flat = Part("gradients in one piece", f.summed * f.updated, f"{f.summed}·u")
+        cast = Part("gradients as the masters are", f.master * f.updated, f"{f.master}·u")
+        casts = f.master != f.summed
+        return [
+            [Part("a gradient in fp64, for the norm", 8 * f.largest_piece, "8·l")],
+            [flat, *([cast] if casts else [])],
+            [cast if casts else flat, *self.temporaries()],
+        ]
+
+
+def _engine(facts: _Facts) -> _Engine:
+    if facts.stage == 0:
+        return _Replicated(facts)
+    if facts.stage == 3:
+        return _Partitioned(facts)
+    # DeepSpeed's engine.py, _do_optimizer_sanity_check.
+    offloaded = facts.offloads("offload_optimizer") != "none"
+    if (facts.stage, facts.compute, facts.summed) == (1, "bf16", 4) and not offloaded:
+        return _Bf16(facts)
+    return _Flat(facts)
+
+
+def _gloo_gather(f: _Facts) -> list[Part]:
+    """What gloo takes to gather a flat group of weights; NCCL gathers in place."""
+    if f.device != "cpu" or f.ranks == 1:
+        return []
+    gathered = max(f.partitions) * f.ranks
+    return [Part("gloo's copy of gathered weights", f.weight * gathered, f"{f.weight}·u·N")]

@@ -485,7 +485,8 @@ def checkpoints(
         for path in inventory.set_aside(directory):
             print(f"set aside by a resume, used for nothing: {path}")
     if prune and not as_json:
-        size = f"{len(going)} checkpoints, {sum(one.bytes or 0 for one in going) / 1e6:,.1f} MB"
+        count = f"{len(going)} checkpoint{'' if len(going) == 1 else 's'}"
+        size = f"{count}, {sum(one.bytes or 0 for one in going) / 1e6:,.1f} MB"
         names = "".join(f"\n  {one.path.name}" for one in going)
         print(f"removed {size}{names}" if yes else f"would remove {size} (add --yes to do it){names}")
     if check and any(one.state == "damaged" for one in found):

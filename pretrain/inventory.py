@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pretrain.checkpoint import list_checkpoints, measured_at, read_manifest, remove, saved, step_of, verify
 from pretrain.retention import Reason, Retention
-from pretrain.run_directory import CheckpointError, RunDirectory
+from pretrain.run_directory import CheckpointError, RunDirectory, RunDirectoryError
 
 OnBytes = Callable[[int, int], None]  # hears how many bytes have been verified, of how many
 
@@ -139,7 +139,10 @@ def remove_others(
     Raises RunDirectoryError while a run is at work there, and CheckpointError, with nothing removed, where none of the
     healthy ones is whole: one that is not may be the best there is.
     """
-    run.lock()
+    try:
+        run.lock()
+    except RunDirectoryError:
+        raise RunDirectoryError(f"{run.path} has a run at work: nothing is removed; stop it, or wait for it") from None
     found = entries(run, retention, check=check, on_bytes=on_bytes)
     going = superfluous(found)
     if going and not any(entry.state == "whole" and entry.healthy is not False for entry in found):

@@ -235,7 +235,7 @@ def test_prune_says_first_and_removes_only_when_told_to(run: Path, capsys: pytes
     assert steps(run) == before
     holder = RunDirectory(run)
     holder.lock()
-    with pytest.raises(RunDirectoryError, match="in use by another run"):
+    with pytest.raises(RunDirectoryError, match="has a run at work: nothing is removed"):
         command(run, *narrow, "--yes")
     assert steps(run) == before
     assert holder._lock is not None

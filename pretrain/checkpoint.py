@@ -371,7 +371,7 @@ def measured_at(path: Path) -> dict[str, Any]:
 def refuse_unhealthy(path: Path) -> None:
     """Raise CheckpointError where the state of a checkpoint says that some of its numbers are not finite."""
     if measured_at(path).get("healthy") is False:
-        raise CheckpointError(f"{path} holds weights or moments that are not finite: its run had diverged there")
+        raise CheckpointError(f"{path} holds weights or moments that are not finite: use an earlier checkpoint")
 
 
 def remove(path: Path) -> None:

@@ -112,14 +112,14 @@ class Layout:
     @classmethod
     def read(cls, path: str) -> Layout:
         ds_json = read_json(from_root(path))
-        zero = ds_json.get("zero_optimization", {})
+        stage = zero_stage(ds_json)
 
         def where(key: str) -> Where:
-            section = zero.get(key)
+            section = ds_json["zero_optimization"].get(key)
             device = section.get("device", "none") if isinstance(section, Mapping) else "none"
             return "cpu" if device == "cpu" else "nvme" if device == "nvme" else "none"
 
-        return cls(path, ds_json, zero_stage(ds_json), where("offload_optimizer"), where("offload_param"))
+        return cls(path, ds_json, stage, where("offload_optimizer"), where("offload_param"))
 
     @property
     def offload_level(self) -> int:
@@ -292,14 +292,18 @@ class Search:
 
     @cached_property
     def layouts(self) -> list[Layout]:
-        """The recipe's own DeepSpeed JSON, and one of ds_configs for whatever else these can do."""
+        """The recipe's own DeepSpeed JSON, and one of ds_configs for whatever else these can do.
+
+        Where ranks run on CPUs, moving something to main memory moves it nowhere.
+        """
         found = {self.own.kind: self.own}
         for path in sorted((PROJECT_ROOT / "ds_configs").glob("zero*.json")):
             try:
                 layout = Layout.read(str(path.relative_to(PROJECT_ROOT)))
             except RecipeError:
                 continue  # not this recipe's file: whoever names it is told
-            found.setdefault(layout.kind, layout)
+            if self.kind == "cuda" or "cpu" not in (layout.optimizer, layout.parameters):
+                found.setdefault(layout.kind, layout)
         return list(found.values())
 
     @cached_property
@@ -446,12 +450,15 @@ class Search:
                 continue
             tried.append(proposal)
             if proposal.need.fits(memory):
-                return Fit(tuple(tried), proposal, proposal, memory, self.world_size, None)
+                over = self._passed_over(choices, proposal.choice)
+                return Fit(over, tuple(tried), proposal, proposal, memory, self.world_size, None)
         smallest = self._smallest(choices)
         if smallest is None:
             resolve(self.own.json, self.config, self.world_size, self.compute)  # says why
             raise RecipeError("no configuration of this recipe can run")
-        return Fit((), None, smallest, memory, self.world_size, self._enough_ranks(smallest.choice, memory))
+        enough = self._enough_ranks(smallest.choice, memory)
+        over = self._passed_over(choices, None)
+        return Fit(over, (), None, smallest, memory, self.world_size, enough)
 
     def _that_may_fit(self, choices: Iterable[Choice], memory: DeviceMemory) -> Iterator[Proposal]:
         for choice in choices:
@@ -460,6 +467,15 @@ class Search:
                 proposal = self.propose(choice)
                 if proposal is not None:
                     yield proposal
+
+    def _passed_over(self, choices: Iterable[Choice], chosen: Choice | None) -> tuple[Proposal, ...]:
+        """Of each kind of offloading and numerics that comes before `chosen`'s, what needs least."""
+        kinds: dict[tuple[int, int], list[Choice]] = {}
+        for choice in choices:
+            kinds.setdefault(self.cost(choice)[:2], []).append(choice)
+        before = [kind for kind in sorted(kinds) if chosen is None or kind < self.cost(chosen)[:2]]
+        smallest = [self._smallest(kinds[kind]) for kind in before]
+        return tuple(one for one in smallest if one is not None)
 
     def _smallest(self, choices: Iterable[Choice]) -> Proposal | None:
         """What needs least of the device, and of those that need no more the one that comes first."""
@@ -518,6 +534,7 @@ class Fit:
     Not tried is what is dearer than one tried before and no smaller, and what would not fit with a micro-batch of 1.
     """
 
+    passed_over: tuple[Proposal, ...]  # of kinds that cannot fit, before the first that can, the smallest of each
     tried: tuple[Proposal, ...]
     chosen: Proposal | None
     smallest: Proposal  # `chosen`, or what needs least
@@ -530,6 +547,7 @@ class Fit:
         chosen = self.chosen
         return {
             "device_memory_bytes": self.memory.total_bytes,
+            "passed_over": [one.to_dict() for one in self.passed_over],
             "tried": [one.to_dict() for one in self.tried],
             "chosen": None if chosen is None else chosen.to_dict(),
             "smallest": self.smallest.to_dict(),
@@ -540,8 +558,8 @@ class Fit:
 
     def to_text(self) -> str:
         """The same for people."""
-        shown = self.tried or (self.smallest,)
-        fastest = shown[0].seconds_per_token
+        shown = (*self.passed_over, *self.tried)
+        fastest = (self.tried or self.passed_over)[0].seconds_per_token
         lines = [
             f"configurations for {self.world_size} × {show_size(self.memory.total_bytes)} in the order tried, cheapest "
             "first (pretrain/fit.py)",
@@ -549,7 +567,7 @@ class Fit:
             "time/token",
         ]
         for one in shown:
-            mark = "*" if one is self.chosen else " "
+            mark = "*" if one is self.chosen else "-" if one in self.passed_over else " "
             precision = one.config.precision
             kahan = "" if precision.compensation == "none" else f" {precision.compensation}"
             batch = f"{one.choice.micro_batch_size} × {one.accumulation_steps}"
@@ -559,8 +577,10 @@ class Fit:
                 f"  {mark} {batch:>20}  {one.choice.checkpointing:<13}  {one.choice.layout.path:<28}  {dtypes:<16}  "
                 f"{show_size(one.need.total_bytes):>9}  {one.seconds_per_token / fastest:10.2f}{host}"
             )
+        if self.passed_over:
+            lines.append("  - the smallest of its kind of numerics and offloading, none of which can fit")
         if self.chosen is None:
-            return "\n".join([*lines, "  nothing fits: this is the smallest"])
+            return "\n".join(lines)
         if not self.chosen.changes:
             return "\n".join([*lines, "  * fits: the recipe as it is"])
         sets = " ".join(f"--set {override}" for override in self.chosen.to_overrides())

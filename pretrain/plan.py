@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from data_pipeline.order import SampleOrder
 from model.accounting import parameter_count
+from model.activations import LEGEND as PASS_LEGEND
 from pretrain.batching import BatchPlan, steps_of
 from pretrain.config import Compute, RecipeError, RunConfig, from_root, parse_recipe, show
 from pretrain.device_memory import GB, MB, DeviceMemory, show_size
 from pretrain.engine import read_json, resolve, zero_stage
 from pretrain.fit import FRAGMENTATION, Need
-from pretrain.memory import MOMENTS, Budget, budget
+from pretrain.memory import LEGEND, MOMENTS, Budget, budget
 
 UNITS = {"mb": MB, "gb": GB, "tb": 10**12, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -135,6 +137,7 @@ class Plan:
             "memory": {
                 "device": self.kind,
                 "parts": [asdict(part) for part in held.parts],
+                "symbols": symbols(held),
                 "moments": {
                     moment: {"device_bytes": held.at(moment), "host_bytes": held.at(moment, "host")}
                     for moment in MOMENTS
@@ -174,20 +177,21 @@ class Plan:
         device = "a GPU" if self.kind == "cuda" else "a CPU"
         lines = [
             f"memory of one rank on {device} in {unit_name}, ZeRO-{self.stage}, {self._computed} compute, "
-            f"{precision.master} masters (P parameters)",
-            f"  {'part':<34} {unit_name:>8}  {'lives in':<32}  formula",
+            f"{precision.master} masters",
+            f"  {unit_name:>8}        {'lives in':<32}  part: formula",
         ]
         for part in held.parts:
-            always = len(part.moments) == len(MOMENTS)
-            lives = "always" if always else ", ".join(part.moments)
-            name = part.name if part.place == "device" else f"{part.name} (main memory)"
-            lines.append(f"  {name:<34} {part.bytes / unit:8.3f}  {lives:<32}  {part.formula}".rstrip())
+            lives = "always" if len(part.moments) == len(MOMENTS) else ", ".join(part.moments)
+            place = "" if part.place == "device" else "host"
+            lines.append(f"  {part.bytes / unit:8.3f}  {place:<4}  {lives:<32}  {part.name}: {part.formula}")
         peak = held.peak_moment
         sums = ", ".join(f"{moment}{'*' if moment == peak else ''} {held.at(moment) / unit:.3f}" for moment in MOMENTS)
         lines.append(f"  together: {sums}")
         lines.append(
             f"  * the peak, {show_size(held.peak_bytes())} in {peak}; {show_size(held.static_bytes)} of it static"
         )
+        meant = "; ".join(f"{symbol} {meaning}" for symbol, meaning in symbols(held).items())
+        lines += textwrap.wrap(f"in the formulas: {meant}", 118, initial_indent="  ", subsequent_indent="  ")
         return lines
 
     @property
@@ -295,6 +299,12 @@ def plan(config: RunConfig, world_size: int, memory: DeviceMemory | None = None,
         rows=tuple(row(at_stage, accumulate) for at_stage in range(4) for accumulate in (half, "fp32")),
         verdict=None if memory is None else Verdict(Need.of(held, kind), memory, held.static_bytes),
     )
+
+
+def symbols(held: Budget) -> dict[str, str]:
+    """The letters in the formulas of a budget, and what they mean."""
+    used = {"P", "N", *(word for part in held.parts for word in re.findall(r"[A-Za-z]+", part.formula))}
+    return {symbol: meaning for symbol, meaning in {**PASS_LEGEND, **LEGEND}.items() if symbol in used}
 
 
 def _with_accumulation(config: RunConfig, accumulate: str) -> RunConfig:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -73,13 +74,11 @@ def test_the_budget_is_whole_part_by_part():
     assert memory["moments"][memory["peak_moment"]]["device_bytes"] == memory["peak_bytes"]
     assert memory["peak_bytes"] == max(moment["device_bytes"] for moment in memory["moments"].values())
     for part in memory["parts"]:
-        named = [line for line in text.splitlines() if line.startswith(f"  {_shown(part)}  ")]
-        assert any(line.endswith(part["formula"]) and f"{part['bytes'] / 1e9:.3f}" in line for line in named)
+        named = [line for line in text.splitlines() if line.endswith(f"  {part['name']}: {part['formula']}")]
+        place = "    " if part["place"] == "device" else "host"
+        assert any(line.startswith(f"  {part['bytes'] / 1e9:8.3f}  {place}  ") for line in named)
+        assert set(re.findall(r"[A-Za-z]+", part["formula"])) <= memory["symbols"].keys()
     assert f"{memory['peak_moment']}* {memory['peak_bytes'] / 1e9:.3f}" in text
-
-
-def _shown(part):
-    return part["name"] if part["place"] == "device" else f"{part['name']} (main memory)"
 
 
 def test_a_plan_of_auto_says_what_it_counts():

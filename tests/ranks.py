@@ -23,16 +23,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, TypeAlias
 
-PRELOADED = [
-    "deepspeed",
-    "pretrain.train",
-    "torch.utils.tensorboard",
-    "torch._dynamo",  # else imported by the first optimizer
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # else by the first engine
-]
-
 server = mp.get_context("forkserver")
-server.set_forkserver_preload(PRELOADED)
+server.set_forkserver_preload(["tests.preloaded"])
 
 Started: TypeAlias = list[tuple[ForkServerProcess, Connection]]
 

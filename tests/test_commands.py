@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import pytest
 
 from pretrain.config import parse_recipe, to_toml
+from tests.command_line import run_command
 from tests.test_papers import PACKAGES, commands, faults
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +34,12 @@ def python(*arguments: object, cwd: Path = ROOT, **environment: str) -> subproce
         encoding="utf-8",
         check=False,
     )
+
+
+def command(package: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A command whose imports were tested elsewhere: the process has them in memory."""
+    environment = {**os.environ, "PYTHONUTF8": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    return run_command(package, *arguments, environment=environment)
 
 
 def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -85,16 +92,16 @@ def test_without_a_stderr_errors_are_not_on_stdout(package: str) -> None:
 
 @pytest.mark.parametrize("package, verb", VERBS)
 def test_an_unknown_option_is_one_line(package: str, verb: str) -> None:
-    assert_one_line(python("-m", package, verb, "--frob"), "--frob", "--help")
+    assert_one_line(command(package, verb, "--frob"), "--frob", "--help")
 
 
 @pytest.mark.parametrize("package, verb", [pair for pair in VERBS if pair != ("launch", "demo")])
 def test_a_missing_argument_is_one_line(package: str, verb: str) -> None:
-    assert_one_line(python("-m", package, verb), "Missing", "--help")
+    assert_one_line(command(package, verb), "Missing", "--help")
 
 
 @pytest.mark.parametrize(
-    "command, option",
+    "verb, option",
     [
         ("tokenizer train", "--vocab-size"),
         ("data_pipeline prepare", "--workers"),
@@ -107,8 +114,8 @@ def test_a_missing_argument_is_one_line(package: str, verb: str) -> None:
         ("launch run", "--ranks"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_one_line(command: str, option: str) -> None:
-    assert_one_line(python("-m", *command.split(), option, "many"), option, "--help")
+def test_a_value_of_the_wrong_type_is_one_line(verb: str, option: str) -> None:
+    assert_one_line(command(*verb.split(), option, "many"), option, "--help")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +130,7 @@ def test_a_value_of_the_wrong_type_is_one_line(command: str, option: str) -> Non
     ids=lambda arguments: arguments[0],
 )
 def test_an_error_is_one_line_whatever_it_tells(arguments: list[str]) -> None:
-    assert_one_line(python("-m", *arguments), "absent")
+    assert_one_line(command(*arguments), "absent")
 
 
 # ---------------------------------------------------------------- the ends of a process

@@ -330,10 +330,12 @@ def _check_json(ds_json: Mapping[str, Any]) -> None:
 def _check_offload(section: str, values: object, stage: int) -> None:
     name = f"zero_optimization.{section}"
     if stage < OFFLOAD_STAGE[section]:
-        stages = "stage 3" if section == "offload_param" else "stages 1, 2 and 3"
-        raise RecipeError(f"DeepSpeed JSON: {name} does nothing at stage {stage}, {stages} have it: remove it")
+        able = "stage 3 has" if section == "offload_param" else "stages 1, 2 and 3 have"
+        raise RecipeError(f"DeepSpeed JSON: {name} does nothing at stage {stage}, {able} it: remove it")
     if not isinstance(values, Mapping) or "device" not in values:
         raise RecipeError(f'DeepSpeed JSON: {name} must say where to: write {{"device": "cpu"}}, or remove it')
+    if values["device"] == "nvme":
+        raise RecipeError(f'DeepSpeed JSON: {name}.device: NVMe is not supported: write "cpu", or remove {section}')
     for key, value in values.items():
         if key in OFFLOAD_REFUSED:
             raise RecipeError(f"DeepSpeed JSON: {name}.{key}: {OFFLOAD_REFUSED[key]}: remove it")
@@ -529,7 +531,15 @@ class TrainingEngine:
         self._engine.step()
         if updates:
             self.overflowed = self.skipped_steps > skipped_before
+            if self.overflowed:
+                self._forget_gradient()
             self._grow_loss_scale()
+
+    def _forget_gradient(self) -> None:
+        """Let go of a gradient that overflowed: ZeRO-1 and 2 that offload would add all later ones to its fp32 sums."""
+        zero = self._engine.optimizer
+        if getattr(zero, "cpu_offload", False):
+            zero.averaged_gradients.update(dict.fromkeys(zero.averaged_gradients))
 
     def _grow_loss_scale(self) -> None:
         if self._loss_scale_window is None:

@@ -240,8 +240,8 @@ class Report:
         samples = self._samples.samples(state.global_step - 1)
         if self._steps > 1:
             self._steady_samples += len(samples)
-        seconds = self._steady_seconds if self._steps > 1 else self._step_seconds
-        seconds_a_sample = seconds / (self._steady_samples if self._steps > 1 else len(samples))
+        first_pace = self._step_seconds / len(samples)
+        seconds_a_sample = self._steady_seconds / self._steady_samples if self._steady_samples else first_pace
         samples_left = self._samples.samples_before(max_steps) - samples.stop
         figures = (
             f"loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  {tokens_per_second:,.0f} tokens/s  "

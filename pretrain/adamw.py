@@ -58,7 +58,8 @@ class PiecewiseAdamW(torch.optim.Optimizer):
                     continue
                 state: State = self.state[weights]
                 if not state:
-                    state["number"] = len(self.state)  # which of this rank's parameters, for its random numbers
+                    # Which of this rank's parameters this is, for its random numbers.
+                    state["number"] = sum(bool(other) for other in self.state.values())
                     state["step"] = torch.zeros(())
                     if self.compensation == "kahan":
                         state["lost"] = torch.zeros_like(weights)

@@ -82,8 +82,19 @@ class CausalAttentionOnCPU(torch.autograd.Function):
         )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler would unroll the loop over chunks
+_apply = CausalAttentionOnCPU.apply
+
+
 def causal_attention_on_cpu(q_bhtk: Tensor, k_bhtk: Tensor, v_bhtk: Tensor) -> Tensor:
-    """`CausalAttentionOnCPU`, as one step also of compiled code."""
-    out_bhtk: Tensor = CausalAttentionOnCPU.apply(q_bhtk, k_bhtk, v_bhtk)  # type: ignore[no-untyped-call]
+    """`CausalAttentionOnCPU`, behind `keep_whole` as one step also of compiled code."""
+    out_bhtk: Tensor = _apply(q_bhtk, k_bhtk, v_bhtk)  # type: ignore[no-untyped-call]
     return out_bhtk
+
+
+def keep_whole() -> None:
+    """Have compilers leave it as it is: they would unroll the loop over chunks.
+
+    Called before something is compiled, not on import: torch._dynamo, which knows compilers, takes a second to import.
+    """
+    global _apply
+    _apply = torch.compiler.disable(CausalAttentionOnCPU.apply)  # type: ignore[no-untyped-call]

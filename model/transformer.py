@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from model import attention_cpu
 from model.attention import Attention, KVCache, Mask, additive, document_mask
 from model.config import ModelConfig, checkpointing_period
 from model.feedforward import SwiGLU
@@ -133,6 +134,7 @@ class Transformer(nn.Module):
 
     def compile_blocks(self) -> None:
         """Have torch.compile compile the blocks when they first run: once, since all have the same code."""
+        attention_cpu.keep_whole()
         for block in self.layers:
             block.compile(dynamic=False)
 

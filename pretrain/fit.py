@@ -317,7 +317,7 @@ class Search:
             if precision.moments != "master":
                 masters += (("moments", "master"),)
         levels = [(), half, masters, (*half, *masters)]
-        return [Numerics(level, values) for level, values in enumerate(levels) if values or not level]
+        return [Numerics(level, values) for level, values in enumerate(levels) if values not in levels[:level]]
 
     def micro_batch_sizes(self, most: int) -> list[int]:
         """Those that divide what a rank reads of a step, the largest first."""
@@ -478,9 +478,10 @@ class Search:
         return tuple(one for one in smallest if one is not None)
 
     def _smallest(self, choices: Iterable[Choice]) -> Proposal | None:
-        """What needs least of the device, and of those that need no more the one that comes first."""
+        """What needs least of the device, and of those that need no more the one with the fewest changes."""
         least = [self.smallest_of_kind(choice) for choice in choices if choice.micro_batch_size == 1]
-        return min((one for one in least if one is not None), key=lambda one: one.need.total_bytes, default=None)
+        proposals = (one for one in least if one is not None)
+        return min(proposals, key=lambda one: (one.need.total_bytes, len(one.changes)), default=None)
 
     def _enough_ranks(self, choice: Choice, memory: DeviceMemory) -> int | None:
         """On how many ranks `choice` fits, each with such a device; None where that does not help, or all share one."""

@@ -270,6 +270,8 @@ def resolve(ds_json: dict[str, Any], config: RunConfig, world_size: int, auto: C
         }
     # Absent would mean the model's dtype.
     resolved["data_types"] = {"grad_accum_dtype": precision.accumulate}
+    # Absent would mean the compute dtype, and what is accumulated in fp32 would pass through bf16 between the ranks.
+    resolved.setdefault("communication_data_type", precision.accumulate)
     for section in OFFLOAD_STAGE:
         if offloaded(ds_json, section) is not None:
             resolved["zero_optimization"][section].setdefault("pin_memory", True)

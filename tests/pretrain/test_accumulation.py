@@ -160,8 +160,8 @@ def test_fp32_equals_a_plain_process() -> None:
 # ---------------------------------------------------------------- bf16: the exact sum of the same micro-gradients
 
 
-# Stage, accumulation dtype, dtype in which the ranks' gradients are summed. DeepSpeed's own choice for the last is the
-# compute dtype, so that only an explicit fp32 keeps what fp32 accumulation promises.
+# Stage, accumulation dtype, dtype in which the ranks' gradients are summed: the accumulation dtype unless the JSON says
+# otherwise, and only fp32 keeps what fp32 accumulation promises.
 NARROW = [(0, "bf16", "bf16"), (1, "bf16", "bf16"), (2, "bf16", "bf16"), (3, "bf16", "bf16"), (2, "fp32", "bf16")]
 WIDE = [(1, "fp32", "fp32"), (2, "fp32", "fp32"), (3, "fp32", "fp32")]
 MANTISSA_BITS = {"bf16": 7, "fp32": 23}

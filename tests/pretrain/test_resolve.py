@@ -175,6 +175,13 @@ def test_values_that_a_key_cannot_have_are_refused(values, says):
         resolve({"zero_optimization": {"stage": 2}, **values}, recipe(), 1)
 
 
+@pytest.mark.parametrize("accumulate", ["bf16", "fp32"])
+def test_ranks_sum_in_the_dtype_that_gradients_accumulate_in_unless_told(accumulate):
+    config = recipe(precision={"accumulate": accumulate})
+    assert resolve(JSONS[2], config, 1)["communication_data_type"] == accumulate
+    assert resolve({**JSONS[2], "communication_data_type": "bf16"}, config, 1)["communication_data_type"] == "bf16"
+
+
 def test_values_that_keys_can_have_pass_as_they_stand():
     zero = {"stage": 3, "reduce_bucket_size": 5e7, "overlap_comm": False, "stage3_param_persistence_threshold": 0}
     ds_json = {"zero_optimization": zero, "steps_per_print": 10, "communication_data_type": "fp32"}

@@ -96,7 +96,7 @@ class Pass:
     `documents`: each attends to itself only. `fused_loss`: Liger's kernel, which loss.py takes on GPUs that have it.
     `threads`: torch's on a CPU, since attention there takes room for each. The z-loss takes no room.
 
-    `compiled` blocks hold the same, since to the compiler our autograd Functions are single steps (seen on a CPU).
+    Compiled blocks hold the same, since to the compiler our autograd Functions are single steps (seen on a CPU).
     """
 
     micro_batch_size: int
@@ -106,7 +106,6 @@ class Pass:
     loss_chunk_tokens: int = 1024
     device: Literal["cpu", "cuda"] = "cpu"
     documents: bool = False
-    compiled: bool = False
     fused_loss: bool = False
     threads: int = 1
 

@@ -119,6 +119,7 @@ CASES = {
     "many chunks fp32": (WIDE, Pass(1, 250, 4, "full", loss_chunk_tokens=64)),
     "two chunks, untied": (UNTIED, Pass(2, 200, 2, "full", loss_chunk_tokens=250)),
     "a chunk as large": (UNTIED, Pass(2, 100, 4, loss_chunk_tokens=200)),
+    "little but attention": (replace(SMALL, d_ff=128), Pass(2, 200, 4, "full", loss_chunk_tokens=32)),
     "little but the embedding": (WIDE, Pass(1, 16, 2)),
     "torch's kernel": (LONG, Pass(1, 1025, 2)),
     "torch's kernel, full": (LONG, Pass(1, 1025, 4, "full")),

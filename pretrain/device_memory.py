@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pretrain.config import RecipeError
+
 GB = 10**9
 MB = 10**6
 
@@ -64,11 +66,15 @@ def of_rank(device_type: str, local_rank: int, ranks_here: int, *, alone: bool) 
 
 
 def gpu_memory(index: int, ranks_here: int) -> DeviceMemory:
-    """What this process may use of GPU `index`, and its share of main memory."""
+    """What this process may use of GPU `index`, and its share of main memory. RecipeError where the GPU cannot say."""
     import torch
 
     host_bytes = host_share(ranks_here, alone=False).total_bytes
-    free, total = torch.cuda.mem_get_info(index)
+    try:
+        free, total = torch.cuda.mem_get_info(index)
+    except RuntimeError as error:  # not even a context has room there, or the driver is out of order
+        reason = str(error).strip().partition("\n")[0]
+        raise RecipeError(f"GPU {index} does not say what memory it has ({reason}): see nvidia-smi") from None
     # Asking made this process's own context, which a run does not need a second time.
     usable = free + PROCESS_BYTES["cuda"]
     name = torch.cuda.get_device_name(index)

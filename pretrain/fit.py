@@ -57,6 +57,7 @@ MOST_TOKENS = 65_536  # of a micro-step; more gain less than a hundredth
 
 MODES = ("none", "selective", "every-2", "full")
 MOST_RANKS = 1024
+MOST_SIZES = 24
 
 Where = Literal["none", "cpu", "nvme"]
 Kind = Literal["cpu", "cuda"]
@@ -320,8 +321,11 @@ class Search:
         return [Numerics(level, values) for level, values in enumerate(levels) if values not in levels[:level]]
 
     def micro_batch_sizes(self, most: int) -> list[int]:
-        """Those that divide what a rank reads of a step, the largest first."""
-        return [size for size in range(min(most, self._per_rank), 0, -1) if self._per_rank % size == 0]
+        """Those that divide what a rank reads of a step, the largest first; of very many some, 1 among them."""
+        whole = self._per_rank
+        low = [size for size in range(1, math.isqrt(whole) + 1) if whole % size == 0]
+        sizes = sorted(size for size in {*low, *(whole // size for size in low)} if size <= most)
+        return sizes[:: -(-len(sizes) // MOST_SIZES)][::-1]
 
     def modes(self) -> list[str]:
         """Checkpointing by what it computes again, the recipe's own mode among the usual ones."""

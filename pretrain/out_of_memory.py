@@ -63,7 +63,7 @@ def explain(
     elif saved:
         after = f"the same command then resumes from {saved[-1].name}"
     else:
-        after = "no checkpoint had been written yet"
+        after = "the same command then begins anew, no checkpoint had been written"
     return f"out of memory{wanted}; held were {held}, {predicted}: {remedy}; {after}"
 
 

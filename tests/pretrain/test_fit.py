@@ -232,6 +232,21 @@ def test_a_micro_batch_that_divides_is_found_where_the_recipes_own_does_not():
     assert Search(ramped, 2, "cuda", "bf16").micro_batch_sizes(32) == [4, 2, 1]  # divides 32 / 2 and 24 / 2
 
 
+def test_absurd_batches_are_searched_as_quickly():
+    many = 2**4 * 3**3 * 5**2 * 7 * 11 * 13  # has 480 divisors
+    sizes = Search(recipe(batch={"global_batch_size": many}), 1, "cuda", "bf16").micro_batch_sizes(many)
+    assert 12 <= len(sizes) <= 24
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] == 1
+    assert all(many % size == 0 for size in sizes)
+    huge = {"global_batch_size": 2**31 - 1, "micro_batch_size": 2**31 - 1}  # a prime number
+    config = recipe(batch=huge)
+    assert Search(config, 1, "cuda", "bf16").micro_batch_sizes(2**31) == [2**31 - 1, 1]
+    line = too_big(config, 1, gpu(24 * GB), needed(config, 1, "cuda", "bf16"), "bf16")
+    assert line is not None
+    assert "set batch.micro_batch_size = 1, then" in line
+
+
 def test_what_is_refused_is_never_proposed():
     """ZeRO-0 cannot sum in fp32, compiled blocks go with neither ZeRO-3 nor "selective"."""
     compiled = load_recipe(PROJECT_ROOT / "pretrain" / "recipes" / "0.5b.toml", ["compile=true"])

@@ -18,10 +18,10 @@ Whatever is proposed has been through `engine.resolve` and `memory.budget`, so n
   pass of all blocks, "every-N" of each N-th, "selective" no product (Korthikanti et al. 2022, section 5), its norms,
   RoPE and SiLU taken as 5 % of a step.
 - A micro-step of t tokens runs at t / (t + 512) of that rate: small products leave a GPU idle. 512 is an assumption.
-- Communication by volumes of ZeRO (Rajbhandari et al. 2020, section 7), w the bytes of all weights, n ranks, at
-  25 GB/s (PCIe 4.0 × 16), nothing of it hidden behind arithmetic: stages 0 and 1 move 2w(n − 1)/n an optimizer step,
-  stage 2 w(n − 1)/n a micro-step to reduce and as much a step to gather, stage 3 three times that a micro-step. So a
-  small micro-batch costs more the higher the stage.
+- Communication by volumes of ZeRO (Rajbhandari et al. 2020, section 7), w the bytes of all weights, g those of all
+  gradients in the dtype they are summed in, n ranks, at 25 GB/s (PCIe 4.0 × 16), nothing of it hidden behind
+  arithmetic: (n − 1)/n of 2g an optimizer step in stage 0, of g + w in stage 1; in stage 2 of g a micro-step and w a
+  step; in stage 3 of g + 2w a micro-step. So a small micro-batch costs more the higher the stage.
 - An offloaded optimizer: gradients to the host and weights back over the same link (the gradients a micro-step under
   ZeRO-2 and 3), and AdamW on the CPU, 30 bytes a parameter at 50 GB/s. Offloaded parameters are fetched twice a
   micro-step. What lies on NVMe is read and written at 3 GB/s.
@@ -242,15 +242,17 @@ def seconds_per_token(config: RunConfig, choice: Choice, world_size: int, comput
     step_tokens = config.batch.global_batch_size * config.model.seq_len / world_size
     parameters = parameter_count(config.model)
     weights = parameters * BYTES[compute]
+    accumulate = dict(choice.numerics.values).get("accumulate", config.precision.accumulate)
+    gradients = parameters * BYTES[accumulate]
     others = (world_size - 1) / world_size
 
     repeated = 1 + recomputed_share(config, choice.checkpointing)
     flops = flops_per_token(config.model).causal * repeated * (1 + HALF_RATE_TOKENS / micro_tokens)
-    a_micro_step = {2: 1, 3: 3}.get(stage, 0) * weights * others / LINK_BYTES
-    a_step = {0: 2, 1: 2, 2: 1}.get(stage, 0) * weights * others / LINK_BYTES
+    a_micro_step = {2: gradients, 3: gradients + 2 * weights}.get(stage, 0) * others / LINK_BYTES
+    a_step = {0: 2 * gradients, 1: gradients + weights, 2: weights}.get(stage, 0) * others / LINK_BYTES
     if layout.optimizer != "none":
         owned = parameters / world_size
-        to_host = owned * BYTES[compute] / LINK_BYTES
+        to_host = owned * BYTES[accumulate] / LINK_BYTES
         a_micro_step += to_host if stage >= 2 else 0
         a_step += to_host if stage < 2 else 0
         a_step += owned * (CPU_ADAMW_BYTES / HOST_BYTES + BYTES[compute] / LINK_BYTES)

@@ -228,5 +228,6 @@ def test_compiled_blocks_give_the_same_loss_and_gradients(tiny_config: ModelConf
         for one, other in zip(gradients(model, ids_bt, targets_bt), plain, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert counters["stats"]["unique_graphs"] < 2 * len(model.layers)
-    assert len(counters["graph_break"]) == 1
+    (left_whole,) = counters["graph_break"]
+    assert "torch.compiler.disable" in left_whole, "attention's own gradients, whose loop would be unrolled"
     assert set(model.state_dict()) == names

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.batching import BatchPlan
-from pretrain.config import Compute, PrecisionTable, RecipeError, RunConfig, mismatch, nearest, show
+from pretrain.config import Compute, RecipeError, RunConfig, mismatch, nearest, show
 
 if TYPE_CHECKING:
     import numpy as np
@@ -288,14 +288,25 @@ def is_torchs(config: RunConfig) -> bool:
     return config.optimizer.name == "adamw" and plain
 
 
-def rounding_warning(precision: PrecisionTable) -> str | None:
-    """What bf16 masters without compensation cost; None where nothing is lost."""
-    if precision.master != "bf16" or precision.compensation != "none":
-        return None
-    return (
-        "warning: bf16 masters lose every update below 1/512 of a weight, weight decay among them: "
-        'precision.compensation = "kahan" (2 bytes a parameter) or "stochastic" (none) keeps them'
-    )
+def rounding_warnings(config: RunConfig) -> list[str]:
+    """What bf16 numbers lose in this recipe's optimizer, a line each.
+
+    A second moment v in bf16 moves by (1 − beta2)(g² − v): at best, g = 0, by a part 1 − beta2 of itself. Where that is
+    below 1/512, half the distance of two neighbours, it is rounded away: v grows and never shrinks.
+    """
+    precision, beta2 = config.precision, config.optimizer.beta2
+    found = []
+    if precision.master == "bf16" and precision.compensation == "none":
+        found.append(
+            "warning: bf16 masters lose every update below 1/512 of a weight, weight decay among them: "
+            'precision.compensation = "kahan" (2 bytes a parameter) or "stochastic" (none) keeps them'
+        )
+    if precision.moments_dtype == "bf16" and 1 - beta2 < 1 / 512:
+        found.append(
+            f"warning: second moments in bf16 never shrink with optimizer.beta2 = {beta2}: "
+            'set it to 0.99 or less, or precision.moments = "fp32"'
+        )
+    return found
 
 
 def _check_json(ds_json: Mapping[str, Any]) -> None:

@@ -36,7 +36,7 @@ from pretrain.checkpoint import (
     with_defaults,
 )
 from pretrain.config import Compute, RecipeError, RunConfig, from_root, to_toml
-from pretrain.engine import TrainingEngine, device_refusal, process_group, read_json, resolve, rounding_warning
+from pretrain.engine import TrainingEngine, device_refusal, process_group, read_json, resolve, rounding_warnings
 from pretrain.evaluate import Score, evaluate, isolates_documents
 from pretrain.metrics import Report
 from pretrain.retention import Retention
@@ -321,7 +321,7 @@ def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") 
         )
         if initial is not None:
             report.say(f"initial weights from {initial}")
-        for note in (precision_note(config.precision, device), rounding_warning(config.precision)):
+        for note in (precision_note(config.precision, device), *rounding_warnings(config)):
             if note is not None:
                 report.say(note)
         engine = build_engine(inputs, ranks, device, initial)

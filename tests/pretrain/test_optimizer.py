@@ -16,11 +16,11 @@ from torch import Tensor
 
 from data_pipeline.order import SampleOrder
 from model.transformer import Transformer
-from pretrain.adamw import PiecewiseAdamW
+from pretrain.adamw import PiecewiseAdamW, direction
 from pretrain.checkpoint import CheckpointError, refuse_other_run
-from pretrain.config import PrecisionTable, RunConfig, parse_recipe
+from pretrain.config import RunConfig, parse_recipe
 from pretrain.eight_bit import BLOCK, dequantize, levels, quantize
-from pretrain.engine import TrainingEngine, process_group, resolve, rounding_warning
+from pretrain.engine import TrainingEngine, process_group, resolve, rounding_warnings
 from pretrain.muon import Matrix, OrthogonalizingAdamW, cut, orthogonalize, rounds, spread
 from pretrain.optimizer import build_optimizer, parameter_groups
 from pretrain.rounding import add_kahan, add_nearest, add_stochastic, generator_of
@@ -47,6 +47,14 @@ CASES: dict[str, tuple[str, dict[str, str], tuple[int, ...]]] = {
     "muon, kahan": ("muon", {**BF16, "compensation": "kahan"}, (2,)),
 }
 RUNS = [(name, stage) for name, (_, _, stages) in CASES.items() for stage in stages]
+
+TABLES: dict[str, Any] = {
+    "model": {"preset": "mini"}, "data": {"path": "a", "tokenizer": "b"},
+    "batch": {"global_batch_size": 8, "micro_batch_size": 2},
+    "schedule": {"peak_lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 2, "max_steps": 10},
+    "evaluation": {"every_steps": 5}, "checkpoint": {"every_steps": 5},
+}  # fmt: skip
+PLAIN = {"master": "bf16", "accumulate": "bf16"}
 
 
 def recipe(name: str) -> RunConfig:
@@ -129,15 +137,21 @@ def steps_case(ranks: Ranks, folder: Path) -> dict[tuple[str, int], dict[str, An
                 masters.append(whole(engine))
             again = build(ranks, config, stage)
             again.load(place)
+            decays = [group["weight_decay"] for group in again._engine.optimizer.param_groups]
             train_step(again, batches, plan, RATES[-1])
             resumed = [
                 torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(states(engine), states(again), strict=True)
             ]
             train_step(again, batches, plan, 0.0)
+            weights = whole(again)
+            for group in again._engine.optimizer.param_groups:
+                group["weight_decay"] = 0.25
+            again.load(place)
+            loaded = [group["weight_decay"] for group in again._engine.optimizer.param_groups]
             found[name, stage] = {
                 "norms": norms, "masters": masters, "gradients": gradients, "resumed": resumed,
-                "still": all(torch.equal(masters[-1][n], w) for n, w in whole(again).items()),
-                "bytes": sum(value.nbytes for value in states(again)),
+                "still": all(torch.equal(masters[-1][n], w) for n, w in weights.items()),
+                "recipe's": decays[0] == 0.1 and set(loaded) == {0.25},
             }  # fmt: skip
     return found
 
@@ -261,6 +275,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(name: str, stage: int, steps: list[di
         assert len(by_rank[name, stage]["resumed"]) >= 8
         assert all(by_rank[name, stage]["resumed"])
         assert by_rank[name, stage]["still"]
+        assert by_rank[name, stage]["recipe's"]  # its weight decay, though a checkpoint has one too
 
 
 # ---------------------------------------------------------------- rounding
@@ -305,31 +320,48 @@ def test_random_numbers_depend_on_seed_rank_step_and_parameter_alone() -> None:
     keys = [(1, 0, 5, 1), (2, 0, 5, 1), (1, 1, 5, 1), (1, 0, 6, 1), (1, 0, 5, 2), (10, 5, 1), (1, 0, 51)]
     assert len({tuple(drawn(*key)) for key in keys}) == len(keys)
 
-    weights = [torch.nn.Parameter(torch.ones(4_000, dtype=torch.bfloat16)) for _ in range(3)]
-    optimizer = PiecewiseAdamW(
-        [{"params": [one]} for one in weights], lr=1e-4, betas=(0.9, 0.95), eps=1e-8, moments=torch.bfloat16,
-        compensation="stochastic", seed=3,
-    )  # fmt: skip
-    torch.manual_seed(0)
+    def stepped(seed: int = 3, rank: int = 0) -> list[tuple[float, ...]]:
+        """Three groups, one after the other, as DeepSpeed does it."""
+        weights = [torch.nn.Parameter(torch.ones(4_000, dtype=torch.bfloat16)) for _ in range(3)]
+        optimizer = PiecewiseAdamW(
+            [{"params": [one]} for one in weights], lr=1e-4, betas=(0.9, 0.95), eps=1e-8, moments=torch.bfloat16,
+            compensation="stochastic", seed=seed, rank=rank,
+        )  # fmt: skip
+        for group in optimizer.param_groups:
+            group["params"][0].grad = torch.ones_like(group["params"][0])
+        for group in list(optimizer.param_groups):
+            optimizer.param_groups = [group]
+            optimizer.step()
+            for one in weights:
+                optimizer.state[one]  # DeepSpeed looks into the states of those, too, that have none yet
+        return [tuple(one.tolist()) for one in weights]
+
     before = torch.get_rng_state()
-    groups = optimizer.param_groups
-    for group in groups:  # one group after the other, as DeepSpeed does
-        group["params"][0].grad = torch.ones_like(group["params"][0])
-        optimizer.param_groups = [group]
-        optimizer.step()
-        for one in weights:
-            optimizer.state[one]  # and looks into the states of those that have none yet
-    assert torch.equal(torch.get_rng_state(), before)
-    assert len({tuple(one.tolist()) for one in weights}) == 3
+    first = stepped()
+    torch.manual_seed(int(before[0]) + 1)
+    assert stepped() == first
+    assert len(set(first + stepped(seed=4) + stepped(rank=1))) == 9
 
 
-def test_plain_bf16_masters_are_warned_of() -> None:
-    said = rounding_warning(PrecisionTable(master="bf16", accumulate="bf16"))
-    assert said is not None
-    assert said.startswith("warning: bf16 masters lose every update below 1/512 of a weight")
-    assert rounding_warning(PrecisionTable()) is None
-    for compensation in ("kahan", "stochastic"):
-        assert rounding_warning(PrecisionTable(master="bf16", accumulate="bf16", compensation=compensation)) is None
+def test_what_bf16_loses_is_warned_of() -> None:
+    plain_masters = "warning: bf16 masters lose every update below 1/512 of a weight"
+    stuck = "warning: second moments in bf16 never shrink with optimizer.beta2 = 0.999"
+    for precision, beta2, says in (
+        ({}, 0.999, []),
+        (PLAIN, 0.95, [plain_masters]),
+        (PLAIN, 0.999, [plain_masters, stuck]),
+        ({**PLAIN, "compensation": "kahan"}, 0.95, []),
+        ({**PLAIN, "compensation": "stochastic"}, 0.999, [stuck]),
+        ({**PLAIN, "compensation": "kahan", "moments": "fp32"}, 0.999, []),
+    ):
+        found = rounding_warnings(parse_recipe({**TABLES, "precision": precision, "optimizer": {"beta2": beta2}}))
+        assert len(found) == len(says)
+        assert all(line.startswith(start) for line, start in zip(found, says, strict=True))
+    for beta2, shrinks in ((0.999, False), (0.99, True)):
+        moment = torch.ones(4).bfloat16()
+        for _ in range(50):
+            direction(torch.zeros(4), torch.zeros(4), moment, 1, (0.9, beta2), 1e-8)
+        assert bool((moment < 1).all()) == shrinks
 
 
 # ---------------------------------------------------------------- 8 bits
@@ -492,15 +524,6 @@ def identity(**changes: dict[str, Any]) -> dict[str, Any]:
     for table, values in optimizer_identity(config).items():
         found[table] = {**found.get(table, {}), **values}
     return found
-
-
-TABLES: dict[str, Any] = {
-    "model": {"preset": "mini"}, "data": {"path": "a", "tokenizer": "b"},
-    "batch": {"global_batch_size": 8, "micro_batch_size": 2},
-    "schedule": {"peak_lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 2, "max_steps": 10},
-    "evaluation": {"every_steps": 5}, "checkpoint": {"every_steps": 5},
-}  # fmt: skip
-PLAIN = {"master": "bf16", "accumulate": "bf16"}
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,9 @@ HALF_B = load_recipe(PROJECT_ROOT / "pretrain" / "recipes" / "0.5b.toml")
 NONE = load_recipe(
     PROJECT_ROOT / "pretrain" / "recipes" / "0.5b.toml", ["memory.activation_checkpointing=none"]
 )  # the 0.5b with its activations kept: much to save
+SHALLOW = load_recipe(
+    PROJECT_ROOT / "pretrain" / "recipes" / "0.5b.toml", ["memory.activation_checkpointing=none", "model.n_layers=4"]
+)
 
 
 def gpu(total_bytes):
@@ -133,14 +136,14 @@ def test_offloading_and_numerics_come_before_time():
 
 
 @pytest.mark.parametrize("config", [HALF_B, NONE], ids=["full", "none"])
-@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("ranks", [1, 8])
 def test_whatever_is_proposed_runs_fits_and_keeps_the_batch(config, ranks):
     own = needed(config, ranks, "cuda", "bf16")
+    search = Search(config, ranks, "cuda", "bf16")
     seen = set()
-    for share in (0.97, 0.8, 0.6, 0.45):
+    for share in (0.97, 0.7, 0.45):
         memory = gpu(own.total_bytes * share)
-        shortest, _ = shortest_changes(config, ranks, memory, "bf16")
-        for proposal in (shortest, first_fit(config, ranks, memory, "bf16").chosen):
+        for proposal in (search.shortest_changes(memory)[0], search.first_fit(memory).chosen):
             if proposal is None:
                 continue
             seen.add(share)
@@ -199,7 +202,7 @@ def test_the_order_tried_is_by_cost_and_each_is_smaller():
 
 def test_nothing_cheaper_would_fit():
     """By looking at every configuration, whatever it needs with a smaller micro-batch."""
-    search = Search(recipe(), 2, "cuda", "bf16")
+    search = Search(recipe(model={"n_layers": 2}), 2, "cuda", "bf16")
     everything = [one for one in map(search.propose, search.choices(only_less=False)) if one is not None]
     sizes = sorted({one.need.total_bytes for one in everything})
     for total in (sizes[0] - 1, sizes[0], sizes[len(sizes) // 10], sizes[len(sizes) // 2], sizes[-1]):
@@ -212,7 +215,7 @@ def test_nothing_cheaper_would_fit():
 
 def test_no_shorter_list_would_fit():
     """Nor a quicker one that is as short."""
-    search = Search(NONE, 8, "cuda", "bf16")
+    search = Search(SHALLOW, 8, "cuda", "bf16")
 
     def order(one):
         offload, numerics, seconds = search.cost(one)

@@ -291,8 +291,8 @@ def is_torchs(config: RunConfig) -> bool:
 def rounding_warnings(config: RunConfig) -> list[str]:
     """What bf16 numbers lose in this recipe's optimizer, a line each.
 
-    A second moment v in bf16 moves by (1 − beta2)(g² − v): at best, g = 0, by a part 1 − beta2 of itself. Where that is
-    below 1/512, half the distance of two neighbours, it is rounded away: v grows and never shrinks.
+    A second moment v in bf16 moves by (1 − beta2)(g² − v): downwards at most, where g = 0, by a part 1 − beta2 of
+    itself. Below 1/256, half the distance to the next number, that is rounded away: v grows and does not shrink.
     """
     precision, beta2 = config.precision, config.optimizer.beta2
     found = []
@@ -301,9 +301,9 @@ def rounding_warnings(config: RunConfig) -> list[str]:
             "warning: bf16 masters lose every update below 1/512 of a weight, weight decay among them: "
             'precision.compensation = "kahan" (2 bytes a parameter) or "stochastic" (none) keeps them'
         )
-    if precision.moments_dtype == "bf16" and 1 - beta2 < 1 / 512:
+    if precision.moments_dtype == "bf16" and 1 - beta2 < 1 / 256:
         found.append(
-            f"warning: second moments in bf16 never shrink with optimizer.beta2 = {beta2}: "
+            f"warning: second moments in bf16 do not shrink with optimizer.beta2 = {beta2}: "
             'set it to 0.99 or less, or precision.moments = "fp32"'
         )
     return found

@@ -39,7 +39,7 @@ CLIPPING = 0.1  # the gradient's norm is about 1
 CASES: dict[str, tuple[str, dict[str, str], tuple[int, ...]]] = {
     "adamw": ("adamw", FP32, (1, 2, 3)),
     "muon": ("muon", FP32, (0, 1, 2, 3)),
-    "adamw8bit": ("adamw8bit", FP32, (0, 1, 2, 3)),
+    "adamw8bit": ("adamw8bit", FP32, (1, 2, 3)),
     "kahan": ("adamw", {**BF16, "compensation": "kahan"}, (1, 2, 3)),
     "stochastic": ("adamw", {**BF16, "compensation": "stochastic"}, (1, 2, 3)),
     "nearest, fp32 moments": ("adamw", {**BF16, "moments": "fp32"}, (2,)),
@@ -345,7 +345,7 @@ def test_random_numbers_depend_on_seed_rank_step_and_parameter_alone() -> None:
 
 def test_what_bf16_loses_is_warned_of() -> None:
     plain_masters = "warning: bf16 masters lose every update below 1/512 of a weight"
-    stuck = "warning: second moments in bf16 never shrink with optimizer.beta2 = 0.999"
+    stuck = "warning: second moments in bf16 do not shrink with optimizer.beta2 = 0.999"
     for precision, beta2, says in (
         ({}, 0.999, []),
         (PLAIN, 0.95, [plain_masters]),

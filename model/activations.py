@@ -139,10 +139,7 @@ def forward(config: ModelConfig, work: Pass) -> tuple[Moment, ...]:
     is_dropped = work.is_run_again(last) and work.checkpointing != "selective"
     ends = _held("hidden states, their gradient, the last norm", "3·b·t·w·d + 4·b·t", symbols)
     moments = [
-        Moment(
-            "forward of the last block, attention",
-            (*before, _held("the block", f"{UP_TO_ATTENTION}{_kernel(work, 4)}", symbols)),
-        ),
+        Moment("forward of the last block, attention", (*before, _attention(work, symbols))),
         Moment(
             "forward of the last block, feed-forward",
             (*before, _held("the block", "b·t·w·(3·d + 3·f)" if is_dropped else ALL, symbols)),
@@ -198,9 +195,8 @@ def evaluation(config: ModelConfig, work: Pass) -> tuple[Moment, ...]:
     """A forward pass with targets and without gradients: one block at a time, then the loss."""
     symbols = _symbols(config, work)
     inputs = _inputs(work, symbols)
-    attention = "b·t·w·(2·d + h·k + 2·kv·k) + b·t·h·k·(x + w) + 4·t·k"
     return (
-        Moment("attention", (*inputs, _held("a block", attention, symbols))),
+        Moment("attention", (*inputs, _attention(work, symbols))),
         Moment("feed-forward", (*inputs, _held("a block", "b·t·w·(3·d + 3·f)", symbols))),
         Moment("loss", (*inputs[:1], _held("hidden states", "b·t·w·d", symbols), _loss(work, symbols, False))),
     )
@@ -228,6 +224,17 @@ def generation(
 # ---------------------------------------------------------------- formulas that depend on the kernel
 
 
+def _attention(work: Pass, symbols: Mapping[str, int]) -> Held:
+    """A block's first half: RoPE's copies of q, the kernel's room, or the output of o_proj beside all the others."""
+    return _largest(
+        "the block",
+        symbols,
+        "b·t·w·(2·d + h·k + 2·kv·k) + 4·b·t + b·t·h·k·(x + w) + 4·t·k",
+        f"{UP_TO_ATTENTION}{_kernel(work, 4)}",
+        f"{UP_TO_ATTENTION} + b·t·w·d",
+    )
+
+
 def _attention_gradients(work: Pass, symbols: Mapping[str, int]) -> str:
     """What attention's backward makes, the gradients of q, k and v among it.
 
@@ -243,7 +250,7 @@ def _attention_gradients(work: Pass, symbols: Mapping[str, int]) -> str:
     candidates = [f"{exact} + b·t·w·h·k + 8·b·t·kv·k + 12·s + 2·w·q·k"]
     if work.compute_bytes == 2:
         candidates.append(f"{exact} + 8·b·t·h·k")
-    return max(candidates, key=lambda formula: _value(formula, symbols))
+    return _largest("", symbols, *candidates).formula
 
 
 def _kernel(work: Pass, bytes_each: int) -> str:
@@ -274,7 +281,7 @@ def _loss(work: Pass, symbols: Mapping[str, int], forms_gradients: bool) -> Held
     candidates = [f"c·{logits}", f"e·{logits} + {head}", "w·c·v + w·v·d", f"w·e·v + w·v·d + {head}"]
     if work.compute_bytes == 2:
         candidates.append(f"w·v·d + {head} + 4·u·d")
-    return max((_held("logits of a chunk, gradient of the head", one, symbols) for one in candidates), key=_bytes)
+    return _largest("logits of a chunk, gradient of the head", symbols, *candidates)
 
 
 def _head_gradients(work: Pass) -> str:
@@ -350,8 +357,8 @@ def _held(name: str, formula: str, symbols: Mapping[str, int]) -> Held:
     return Held(name, _value(formula, symbols), formula)
 
 
-def _bytes(held: Held) -> int:
-    return held.bytes
+def _largest(name: str, symbols: Mapping[str, int], *formulas: str) -> Held:
+    return max((_held(name, formula, symbols) for formula in formulas), key=lambda held: held.bytes)
 
 
 def _value(formula: str, symbols: Mapping[str, int]) -> int:

@@ -147,7 +147,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         q_bhtk, k_bhtk, v_bhtk = (self._heads(project(x_btd)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if cache is None:
-            q_bhtk, k_bhtk = (rotate(heads_bhtk, *rotation, self.rope_layout) for heads_bhtk in (q_bhtk, k_bhtk))
+            q_bhtk = rotate(q_bhtk, *rotation, self.rope_layout)
+            k_bhtk = rotate(k_bhtk, *rotation, self.rope_layout)
         else:  # both at once: what a single token costs is the number of calls
             heads_bhtk = rotate(torch.cat((q_bhtk, k_bhtk), dim=1), *rotation, self.rope_layout)
             q_bhtk, k_bhtk = torch.split(heads_bhtk, [q_bhtk.shape[1], k_bhtk.shape[1]], dim=1)

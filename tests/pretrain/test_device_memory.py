@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
-from pretrain.device_memory import GB, host_memory, host_share, ranks_here, show_size, this_device
+from pretrain.config import RecipeError
+from pretrain.device_memory import GB, gpu_memory, host_memory, host_share, ranks_here, show_size, this_device
 
 MEMINFO = "MemTotal: 32000000 kB\nMemFree: 100 kB\nMemAvailable: 20000000 kB\n"
 KB = 1024
@@ -115,6 +117,31 @@ def test_this_machine_has_something():
     assert here.kind == "cpu"
     assert 0 < here.total_bytes <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert here.host_bytes == here.total_bytes
+
+
+def test_a_gpu_that_others_use_is_what_they_leave(monkeypatch):
+    """The driver's answers are given here; this process's own context is not counted against it."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU of the test {index}")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (79 * GB + GB // 2, 80 * GB))
+    whole = gpu_memory(3, 2)
+    assert (whole.kind, whole.total_bytes, whole.source, whole.occupied) == (
+        "cuda",
+        80 * GB,
+        "GPU of the test 3",
+        False,
+    )
+    assert whole.host_bytes == host_share(2, alone=False).total_bytes
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (10 * GB, 80 * GB))
+    left = gpu_memory(0, 2)
+    assert (left.total_bytes, left.occupied) == (11 * GB, True)
+    assert left.source == "free of the 80.00 GB of GPU of the test 0"
+
+    def refuse(index):
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", refuse)
+    with pytest.raises(RecipeError, match=r"GPU 5 does not say what memory it has \(CUDA error: out of memory\)"):
+        gpu_memory(5, 8)
 
 
 def test_sizes_for_people():

@@ -13,7 +13,7 @@ from model.activations import LEGEND as PASS_LEGEND
 from pretrain.batching import BatchPlan, steps_of
 from pretrain.config import Compute, RecipeError, RunConfig, from_root, parse_recipe, show
 from pretrain.device_memory import GB, MB, DeviceMemory, show_size
-from pretrain.engine import read_json, resolve, zero_stage
+from pretrain.engine import read_json, resolve, rounding_warnings, zero_stage
 from pretrain.fit import FRAGMENTATION, Need
 from pretrain.memory import LEGEND, MOMENTS, Budget, budget
 
@@ -168,6 +168,7 @@ class Plan:
             *([f"batch ramp        {steps_of(self.config.batch).told()}"] if self.config.batch.ramp else []),
             f"steps             {schedule.max_steps:,}, the first {schedule.warmup_steps:,} of them warm-up",
             f"total tokens      {self.total_tokens:,}, {self.total_tokens / self.parameters:.1f} per parameter{padded}",
+            *rounding_warnings(self.config),
         ]
 
     def memory_lines(self) -> list[str]:

@@ -148,7 +148,7 @@ def test_updates_are_those_of_the_same_stage_without_offloading(
     assert [step.loss_scale for step in steps] == [step.loss_scale for step in plain]
     for step, reference in zip(steps, plain, strict=True):
         assert step.loss == pytest.approx(reference.loss, rel=1e-6)
-        assert step.grad_norm == pytest.approx(reference.grad_norm, rel=1e-5)
+        assert step.grad_norm == pytest.approx(reference.grad_norm, rel=2e-6)
     assert steps[0].grad_norm > 0.5, "nothing to clip"
     assert distance(weights, plain_weights) <= (1e-6 if case.clipping != "off" else 0.0)
 

@@ -64,10 +64,12 @@ class Piece:
 class Matrix:
     rows: int
     columns: int
-    pieces: tuple[Piece, ...]  # in the order of their ranks, which is that of their elements
+    pieces: tuple[Piece, ...]  # of ranks one after the other, in the order of their elements
 
     def on(self, rank: int) -> Piece | None:
-        return next((piece for piece in self.pieces if piece.rank == rank), None)
+        """The piece that a rank has."""
+        number = rank - self.pieces[0].rank
+        return self.pieces[number] if 0 <= number < len(self.pieces) else None
 
     @property
     def work(self) -> int:
@@ -143,6 +145,7 @@ class OrthogonalizingAdamW(PiecewiseAdamW):
         self.update_rms = update_rms
         self.world_size = world_size
         self.layouts: dict[Tensor, list[Matrix]] = {}
+        self._rounds: dict[Tensor, list[Round]] = {}
 
     def new_moments(self, weights: Tensor, group: Group) -> State:
         if not group.get("hidden"):
@@ -164,22 +167,24 @@ class OrthogonalizingAdamW(PiecewiseAdamW):
             return gradient[here].float().lerp(momentum[here].float(), self.momentum).bfloat16()
 
         add = self.adder(weights.device, state)
-        layout = self.layouts[weights] if weights in self.layouts else [whole(weights, self.rank)]
-        for matrix, piece, orthogonal in self._orthogonalized(layout, ahead):
+        for matrix, piece, orthogonal in self._orthogonalized(weights, ahead):
             here = slice(piece.offset, piece.offset + piece.size)
             scale = self.update_rms * math.sqrt(max(matrix.rows, matrix.columns))
             for w, o, left in pieces(flat[here], orthogonal, lost[here]):
                 add(w, o.float().mul_(scale).add_(w, alpha=decay).mul_(-lr), left)
 
     def _orthogonalized(
-        self, matrices: Sequence[Matrix], ahead: Callable[[Piece], Tensor]
+        self, weights: Tensor, ahead: Callable[[Piece], Tensor]
     ) -> Iterator[tuple[Matrix, Piece, Tensor]]:
-        """This rank's piece of each matrix, orthogonalized, in bf16."""
+        """This rank's piece of each matrix in a partition, orthogonalized, in bf16."""
+        matrices = self.layouts[weights] if weights in self.layouts else [whole(weights, self.rank)]
+        if weights not in self._rounds:
+            self._rounds[weights] = rounds(matrices)
         for matrix in matrices:
             piece = matrix.on(self.rank)
             if piece is not None and len(matrix.pieces) == 1:
                 yield matrix, piece, orthogonalize(ahead(piece).view(matrix.rows, matrix.columns)).reshape(-1)
-        for together in rounds(matrices):
+        for together in self._rounds[weights]:
             yield from self._exchanged(together, ahead)
 
     def _exchanged(self, together: Round, ahead: Callable[[Piece], Tensor]) -> Iterator[tuple[Matrix, Piece, Tensor]]:

@@ -57,7 +57,8 @@ class PeakTracker:
         self.peak_bytes = 0
         self.phases: dict[str, int] = {}
         self._profile: profile | None = None
-        self._settled: list[set[int]] = []
+        self.settled: list[int] = []  # bytes at each `settle`; on a CPU known behind the context
+        self._addresses: list[set[int]] = []
 
     def __enter__(self) -> PeakTracker:
         if self.device.type == "cuda":
@@ -92,10 +93,16 @@ class PeakTracker:
         self.phases[name] = max(self.phases.get(name, 0), held)
 
     def settle(self) -> None:
-        """Say that no autograd graph lives, so that what is held is what Python knows."""
-        if self.device.type != "cuda":
-            with record_function(f"{_SETTLED}{len(self._settled)}"):
-                self._settled.append(set(live_storages(self.device)))
+        """Say that no autograd graph lives, so that what is held is what Python knows; `settled` has its bytes, of
+        blocks allocated in the context. Behind `gc.freeze()` quick: older tensors are not looked at.
+        """
+        gc.collect()
+        storages = live_storages(self.device)
+        if self.device.type == "cuda":
+            self.settled.append(sum(storages.values()))
+            return
+        with record_function(f"{_SETTLED}{len(self._addresses)}"):
+            self._addresses.append(set(storages))
 
     def _read(self, profiled: profile) -> None:
         assert profiled.kineto_results is not None
@@ -115,9 +122,10 @@ class PeakTracker:
         held = 0
         for event in events:
             if event.name.startswith(_SETTLED):
-                live = self._settled[int(event.name.removeprefix(_SETTLED))]
-                held -= sum(size for address, size in blocks.items() if address not in live)
+                live = self._addresses[int(event.name.removeprefix(_SETTLED))]
                 blocks = {address: size for address, size in blocks.items() if address in live}
+                held = sum(blocks.values())
+                self.settled.append(held)
             elif event.tag == _EventType.Allocation:
                 address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
                 held -= blocks.pop(address, 0)

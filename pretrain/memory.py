@@ -257,13 +257,21 @@ class _Facts:
             return -(-self.largest // self.ranks)
         return max(piece for _, _, piece in self._pieces())
 
-    @cached_property
+    @property
     def owned(self) -> int:
         """The elements of all tensors that a rank's partition has any of, whole; the largest rank's."""
+        return max(self._owned)
+
+    @property
+    def owned_least(self) -> int:
+        return min(self._owned)
+
+    @cached_property
+    def _owned(self) -> list[int]:
         totals = [0] * self.ranks
         for rank, size, _ in self._pieces():
             totals[rank] += size
-        return max(totals)
+        return totals
 
     def _pieces(self) -> Iterator[tuple[int, int, int]]:
         """Of each tensor in a flat group: a rank that has elements of it, the tensor's elements, and the rank's."""
@@ -531,7 +539,10 @@ class _Flat(_Engine):
         f = self.f
         if gradients <= f.bucket:
             return []
-        parts = [Part("bucket in one piece", f.weight * min(f.bucket, gradients), f"{f.weight}·min(B, g)")]
+        full = min(f.bucket, gradients)
+        parts = [Part("bucket in one piece", f.weight * full, f"{f.weight}·min(B, g)")]
+        if f.sent != f.weight:
+            parts.append(Part("bucket as it is sent", f.sent * full, f"{f.sent}·min(B, g)"))
         if not self.compact and self.state_place == "device":
             parts.append(Part("gradients of this micro-batch", f.weight * f.owned, f"{f.weight}·s"))
         elif not later:
@@ -541,26 +552,30 @@ class _Flat(_Engine):
     def reducing(self, later: bool) -> list[Scene]:
         f = self.f
         beyond = f.largest > f.bucket  # the largest tensor passes the bucket by, which is full beside it
-        flat = min(f.bucket, f.parameters)
         if f.stage == 2:
             alone = [Part("gradient beyond the bucket", f.weight * f.largest, f"{f.weight}·l")] if beyond else []
-            cast = [Part("its cast", 4 * f.largest_piece, "4·l")] if beyond and self.compact else []
+            cast = [Part("that gradient as it is sent or added", *self._beyond())] if beyond and self.compact else []
             earlier = self.sums() if later else []
             own = self._reduced(f.parameters, later) or ([] if later and self.compact else self.sums())
-            copies = [] if beyond else [Part("bucket in one piece", f.weight * flat, f"{f.weight}·min(B, P)")]
-            own = [part for part in own if part.name != "bucket in one piece"]
+            copies = [part for part in own if part.name.startswith("bucket ") and not beyond]
+            own = [part for part in own if not part.name.startswith("bucket ")]
             return [[*earlier, *self.buckets(), *own, *alone, *cast, *copies]]
         scene = [
             self._static("gradients", f.summed, f.parameters, symbol="P"), *self.buckets(True),
             *(replace(part, name="gradients of this rank", static=False) for part in self.sums()),
         ]  # fmt: skip
-        if self.compact:
-            most = max(f.largest if beyond else 0, flat)
+        if self.compact and f.sent != self.staged:
+            most = max(f.largest if beyond else 0, min(f.bucket, f.parameters))
             scene += [
                 Part("bucket as it is sent", f.sent * most, f"{f.sent}·max(l, B)"),
-                Part("its cast", 4 * f.largest_piece, "4·l"),
+                Part("its part, as it is added", 4 * f.largest_piece, "4·l"),
             ]
         return [scene]
+
+    def _beyond(self) -> tuple[int, str]:
+        """The copy of a gradient that passes the bucket by."""
+        f = self.f
+        return (f.sent * f.largest, f"{f.sent}·l") if f.sent != f.weight else (4 * f.largest_piece, "4·l")
 
     def stepping(self) -> list[Scene]:
         f = self.f
@@ -568,6 +583,9 @@ class _Flat(_Engine):
             return [[*self.sums()], []]
         sums = self.sums()
         norm = [*sums, Part("a gradient in fp64, for the norm", 8 * f.largest_piece, "8·l")]
+        if f.stage == 1 and self.compact:
+            others = f.parameters - f.owned_least
+            norm.append(Part("sums that are other ranks'", f.summed * others, f"{f.summed}·(P - s)"))
         flat = Part("gradients in one piece", f.summed * f.updated, f"{f.summed}·u")
         cast = Part("gradients as the masters are", f.master * f.updated, f"{f.master}·u")
         casts = f.master != f.summed
@@ -635,19 +653,24 @@ class _Partitioned(_Engine):
         if not gradients:
             return []
         f = self.f
-        sent = min(f.bucket, gradients)
-        parts = [Part("bucket in the order of ranks", f.weight * sent, f"{f.weight}·min(B, g)")]
+        full = f.sent * min(f.bucket, gradients)
+        parts = [Part("bucket in the order of ranks", full, f"{f.sent}·min(B, g)")]
         if f.device == "cpu" and f.ranks > 1:
-            parts.append(Part("gloo's copy of it", f.weight * sent, f"{f.weight}·min(B, g)"))
+            parts.append(Part("gloo's copy of it", full, f"{f.sent}·min(B, g)"))
         return parts
 
     def reducing(self, later: bool) -> list[Scene]:
         f = self.f
         if f.largest <= f.bucket:
             return [self.growing(f.parameters, later)]
-        parts: list[Part] = [Part("gradient beyond the bucket", f.weight * f.largest, f"{f.weight}·l")]
+        parts: list[Part] = [
+            Part("its parameter, gathered", f.weight * f.largest, f"{f.weight}·l"),
+            Part("gradient beyond the bucket", f.weight * f.largest, f"{f.weight}·l"),
+        ]
+        if f.sent != f.weight:
+            parts.append(Part("that gradient as it is sent", f.sent * f.largest, f"{f.sent}·l"))
         if f.device == "cpu" and f.ranks > 1:
-            parts.append(Part("gloo's copy of it", f.weight * f.largest, f"{f.weight}·l"))
+            parts.append(Part("gloo's copy of it", f.sent * f.largest, f"{f.sent}·l"))
         return [parts]
 
     def stepping(self) -> list[Scene]:

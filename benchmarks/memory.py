@@ -1,0 +1,315 @@
+"""What `pretrain.memory.budget` predicts a rank to hold, beside what the real engine holds, on two CPU ranks.
+
+    python benchmarks/memory.py [--model small|mini|0.5b] [--stage N]... [--only TEXT] [--quick] [--json]
+
+Each case is a launch of its own: an engine is built, some updates of two micro-batches are made, one is measured, then
+an evaluation and the gathering of weights for a checkpoint. Static: the storages of all live tensors between the
+engine's calls, when they are most. Peak: what torch's allocator holds at one time, from allocations and releases, those
+inside operations included (pretrain/held.py); the larger rank's. Not the process's size. fp16 is computed too, of which
+DeepSpeed must be told that a CPU can.
+
+Ends with 1 where a ratio is outside: static by more than 2 %, the peak of all moments by more than 10 %. `0.5b` needs
+up to 17 GB for the two ranks, and some minutes a case. --only takes cases whose name has the text, such as
+"zero2 bf16 master bf16 sums bf16"; --steps the updates behind which the measured one comes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before this folder, whose tokenizer.py is no package
+
+from data_pipeline.loader import Batch
+from model.transformer import Transformer
+from pretrain.batching import BatchPlan
+from pretrain.config import Compute, RecipeError, RunConfig, parse_recipe
+from pretrain.engine import TrainingEngine, process_group, read_json, resolve
+from pretrain.held import PeakTracker
+from pretrain.memory import MOMENTS, Budget, budget
+from pretrain.runtime import Ranks
+from pretrain.train import train_step
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+WORLD_SIZE = 2
+MICRO_STEPS = 2
+STATIC_WITHIN, PEAK_WITHIN = 0.02, 0.10
+CPU = torch.device("cpu")
+
+# compute, master, sums
+PRECISIONS: tuple[tuple[Compute, str, str], ...] = (
+    ("bf16", "fp32", "bf16"),
+    ("bf16", "fp32", "fp32"),
+    ("bf16", "bf16", "bf16"),
+    ("bf16", "bf16", "fp32"),
+    ("fp32", "fp32", "fp32"),
+    ("fp16", "fp32", "fp16"),
+    ("fp16", "fp32", "fp32"),
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and a micro-batch; buckets are those of ds_configs, divided so that they stay smaller than the model."""
+
+    model: dict[str, Any]
+    checkpointing: str
+    loss_chunk_tokens: int
+    buckets_divided_by: int
+
+
+SHAPES = {
+    "small": Shape(
+        {
+            "preset": "mini", "vocab_size": 2048, "d_model": 128, "n_layers": 4, "n_heads": 2, "n_kv_heads": 1,
+            "d_ff": 352, "seq_len": 64,
+        },
+        "full", 32, 500,
+    ),
+    "mini": Shape({"preset": "mini", "seq_len": 256}, "none", 128, 20),
+    "0.5b": Shape({"preset": "0.5b", "seq_len": 256}, "full", 128, 1),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    config: RunConfig
+    deepspeed: dict[str, Any]
+    compute: Compute
+
+    @property
+    def predicted(self) -> Budget:
+        return budget(self.config, self.deepspeed, WORLD_SIZE, compute=self.compute, device="cpu")
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that one rank holds: between the engine's calls, and at most in each moment."""
+
+    static_bytes: int
+    moments: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    case: str
+    static_predicted: int
+    static_measured: int
+    moments_predicted: dict[str, int]
+    moments_measured: dict[str, int]
+
+    @classmethod
+    def of(cls, case: Case, ranks: list[Held]) -> Comparison:
+        predicted = case.predicted
+        return cls(
+            case.name,
+            predicted.static_bytes,
+            max(rank.static_bytes for rank in ranks),
+            {moment: predicted.at(moment) + predicted.at(moment, "host") for moment in MOMENTS},
+            {moment: max(rank.moments[moment] for rank in ranks) for moment in MOMENTS},
+        )
+
+    @property
+    def static_ratio(self) -> float:
+        return self.static_predicted / self.static_measured
+
+    @property
+    def peak_ratio(self) -> float:
+        return max(self.moments_predicted.values()) / max(self.moments_measured.values())
+
+    @property
+    def is_within(self) -> bool:
+        return abs(self.static_ratio - 1) <= STATIC_WITHIN and abs(self.peak_ratio - 1) <= PEAK_WITHIN
+
+    def line(self) -> str:
+        moment = max(self.moments_measured, key=self.moments_measured.__getitem__)
+        peaks = max(self.moments_predicted.values()), max(self.moments_measured.values())
+        by_moment = " ".join(f"{self.moments_predicted[m] / self.moments_measured[m]:.3f}" for m in MOMENTS)
+        return (
+            f"{self.case:<36} {self.static_predicted / 1e6:9.1f} {self.static_measured / 1e6:9.1f} "
+            f"{self.static_ratio:6.3f}  {peaks[0] / 1e6:9.1f} {peaks[1] / 1e6:9.1f} {self.peak_ratio:6.3f}  "
+            f"{moment:<10}  {by_moment}{'' if self.is_within else '  OUTSIDE'}"
+        )
+
+
+HEADER = f"{'MB a rank':<36} {'static':>9} {'measured':>9} {'ratio':>6}  {'peak':>9} {'measured':>9} {'ratio':>6}  " + (
+    f"{'moment':<10}  ratio in {', '.join(MOMENTS)}"
+)
+
+
+# ---------------------------------------------------------------- the cases
+
+
+def recipe(shape: Shape, micro_steps: int = MICRO_STEPS, **tables: dict[str, Any]) -> RunConfig:
+    """A run of `shape`, one window a micro-batch; other tables take the place of those here."""
+    return parse_recipe(
+        {
+            "model": shape.model,
+            "data": {"path": "unused", "tokenizer": "unused"},
+            "batch": {"global_batch_size": micro_steps * WORLD_SIZE, "micro_batch_size": 1},
+            "schedule": {"peak_lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 2, "max_steps": 100},
+            "memory": {"activation_checkpointing": shape.checkpointing, "loss_chunk_tokens": shape.loss_chunk_tokens},
+            "evaluation": {"every_steps": 50},
+            "checkpoint": {"every_steps": 50},
+            **tables,
+        }
+    )
+
+
+def of_stage(stage: int, divided_by: int) -> dict[str, Any]:
+    """ds_configs/zeroN.json with every number of elements divided."""
+    ds_json = read_json(ROOT / "ds_configs" / f"zero{stage}.json")
+    for key, value in ds_json["zero_optimization"].items():
+        if key != "stage" and isinstance(value, int) and not isinstance(value, bool):
+            ds_json["zero_optimization"][key] = value // divided_by
+    return ds_json
+
+
+def cases(shape: Shape, stages: Iterator[int] | list[int], micro_steps: int = MICRO_STEPS) -> Iterator[Case]:
+    """Every precision that each stage runs."""
+    for stage, (compute, master, sums) in itertools.product(stages, PRECISIONS):
+        try:
+            config = recipe(shape, micro_steps, precision={"compute": compute, "master": master, "accumulate": sums})
+            resolved = resolve(of_stage(stage, shape.buckets_divided_by), config, WORLD_SIZE)
+        except RecipeError:  # what the engine does not have
+            continue
+        yield Case(f"zero{stage} {compute} master {master} sums {sums}", config, resolved, compute)
+
+
+# ---------------------------------------------------------------- measuring
+
+
+@contextmanager
+def ready_for_fp16() -> Iterator[None]:
+    """DeepSpeed finds no fp16 arithmetic on most CPUs, while torch's kernels for it work on all."""
+    from deepspeed.accelerator import get_accelerator
+
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True):
+        yield
+
+
+def batches_of(config: RunConfig) -> Iterator[Batch]:
+    rows, tokens = config.batch.micro_batch_size, config.model.seq_len
+    generator = np.random.default_rng(0)
+    while True:
+        ids = generator.integers(0, config.model.vocab_size, (rows, tokens + 1))
+        yield Batch(inputs=ids[:, :-1].copy(), targets=ids[:, 1:].copy(), samples=np.arange(rows))
+
+
+def measured(ranks: Ranks, case: Case, steps: int = 1) -> Held:
+    """What this rank holds in an update behind `steps` others, and in what follows. Inside a process group."""
+    config = case.config
+    plan = BatchPlan.from_config(config, ranks.world_size)
+    batches = batches_of(config)
+    gc.collect()
+    gc.freeze()  # what was made before is no more looked at
+    with PeakTracker(CPU) as tracker:
+        model = Transformer(config.model, generator=torch.Generator().manual_seed(1))
+        model.activation_checkpointing = config.memory.activation_checkpointing
+        model.loss_chunk_tokens = config.memory.loss_chunk_tokens
+        engine: Any = TrainingEngine(model, config, case.deepspeed, ranks, CPU)
+        del model
+        for _ in range(steps):
+            train_step(engine, batches, plan, lr=1e-3)
+        tracker.settle()
+
+        def in_phase(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(*arguments: Any) -> Any:
+                with tracker.phase(name):
+                    outcome = call(*arguments)
+                if name != "forward":
+                    wait_for_threads()
+                    tracker.settle()
+                return outcome
+
+            return wrapped
+
+        calls = {name: getattr(engine, name) for name in ("forward", "backward", "step")}
+        for name, call in calls.items():
+            setattr(engine, name, in_phase(name, call))
+        first = 1  # behind the earlier steps
+        train_step(engine, batches, plan, lr=1e-3)
+        last = first + 2 * plan.gradient_accumulation_steps
+        batch = next(batches)
+        with tracker.phase("evaluation"):
+            engine.forward_only(batch.inputs, batch.targets)
+        tracker.settle()
+        with tracker.phase("saving"):
+            engine.gather_weights()
+    return Held(max(tracker.settled[first:last]), tracker.phases)
+
+
+def wait_for_threads() -> None:
+    """Until no other thread of this process runs: behind a collective, gloo's let go of its tensors."""
+
+    def running(thread: Path) -> bool:
+        try:
+            return (
+                thread.name != str(threading.get_native_id()) and (thread / "stat").read_text().rsplit(")")[1][1] == "R"
+            )
+        except FileNotFoundError:  # ended meanwhile
+            return False
+
+    while any(map(running, Path("/proc/self/task").iterdir())):
+        time.sleep(0.001)
+
+
+def measured_alone(ranks: Ranks, case: Case, steps: int = 1) -> Held:
+    with ready_for_fp16(), process_group(CPU):
+        return measured(ranks, case, steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="mini")
+    parser.add_argument("--stage", type=int, action="append", choices=range(4), help="one or more; all if left out")
+    parser.add_argument("--only", default="", help="cases whose name has this text")
+    parser.add_argument("--steps", type=int, default=1, help="updates before the one that is measured")
+    parser.add_argument("--quick", action="store_true", help="bf16 with fp32 masters alone")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    chosen = [
+        case
+        for case in cases(SHAPES[options.model], options.stage or list(range(4)))
+        if options.only in case.name and (not options.quick or "bf16 master fp32" in case.name)
+    ]
+    if not chosen:
+        parser.error(f"no case has {options.only!r} in its name")
+    if not options.json:
+        print(HEADER)
+    found = []
+    for case in chosen:
+        comparison = Comparison.of(case, run_ranks(WORLD_SIZE, measured_alone, case, options.steps))
+        found.append(comparison)
+        if not options.json:
+            print(comparison.line(), flush=True)
+    if options.json:
+        ratios = [{"static_ratio": one.static_ratio, "peak_ratio": one.peak_ratio} for one in found]
+        print(json.dumps([{**asdict(one), **ratio} for one, ratio in zip(found, ratios, strict=True)], indent=2))
+    else:
+        static, peak = ([getattr(one, name) for one in found] for name in ("static_ratio", "peak_ratio"))
+        print(
+            f"{options.model}, {len(found)} cases: static {min(static):.3f} to {max(static):.3f}, "
+            f"peak {min(peak):.3f} to {max(peak):.3f}"
+        )
+    sys.exit(not all(one.is_within for one in found))
+
+
+if __name__ == "__main__":
+    main()

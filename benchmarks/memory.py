@@ -1,6 +1,7 @@
 """What `pretrain.memory.budget` predicts a rank to hold, beside what the real engine holds, on two CPU ranks.
 
-    python benchmarks/memory.py [--model small|mini|0.5b] [--stage N]... [--only TEXT] [--quick] [--json]
+    python benchmarks/memory.py [--model small|mini|0.5b] [--stage N]... [--only TEXT] [--seq-len N] [--steps N]
+        [--quick] [--json]
 
 Each case is a launch of its own: an engine is built, some updates of two micro-batches are made, one is measured, then
 an evaluation and the gathering of weights for a checkpoint. Static: the storages of all live tensors between the
@@ -24,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -277,16 +278,20 @@ def measured_alone(ranks: Ranks, case: Case, steps: int = 1) -> Held:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="mini")
+    parser.add_argument("--model", choices=SHAPES, default="small")
     parser.add_argument("--stage", type=int, action="append", choices=range(4), help="one or more; all if left out")
     parser.add_argument("--only", default="", help="cases whose name has this text")
+    parser.add_argument("--seq-len", type=int, help="another window than the model's here")
     parser.add_argument("--steps", type=int, default=1, help="updates before the one that is measured")
     parser.add_argument("--quick", action="store_true", help="bf16 with fp32 masters alone")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    shape = SHAPES[options.model]
+    if options.seq_len:
+        shape = replace(shape, model={**shape.model, "seq_len": options.seq_len})
     chosen = [
         case
-        for case in cases(SHAPES[options.model], options.stage or list(range(4)))
+        for case in cases(shape, options.stage or list(range(4)))
         if options.only in case.name and (not options.quick or "bf16 master fp32" in case.name)
     ]
     if not chosen:

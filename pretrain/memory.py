@@ -54,7 +54,6 @@ ALIGNMENT = 2  # elements a rank, of a flat group (nccl_start_alignment_factor)
 PIECE = {"cpu": 2**16, "cuda": 2**24}
 PIECE_BYTES = 24
 QUANTIZED_BLOCK = 256  # pretrain/eight_bit.py: moments of 8 bits that share an fp32 scale
-SWAP_BUFFERS = 4  # offload_optimizer.buffer_count, each of the largest group's partition
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def budget(
     if reason is not None:
         raise RecipeError(reason)
     engine = _engine(_Facts.of(config, deepspeed, world_size, compute, device))
-    later = BatchPlan.from_config(config, world_size).gradient_accumulation_steps > 1
+    later = engine.f.later
     buffers = [_of_model(one, True) for one in activations.buffers(config.model)]
     resting = [*buffers, *engine.held(), *(engine.between_micro_steps() if later else engine.sums())]
     merged: dict[Part, list[Moment]] = {part: [] for part in resting}
@@ -187,6 +186,7 @@ class _Facts:
     moment: int
     summed: int
     sent: int
+    later: bool  # an update has several micro-steps
     device: Device
 
     @classmethod
@@ -213,6 +213,7 @@ class _Facts:
             moment=BYTES[precision.moments_dtype],
             summed=BYTES[precision.accumulate],
             sent=BYTES[deepspeed.get("communication_data_type", compute)],
+            later=BatchPlan.from_config(config, ranks).gradient_accumulation_steps > 1,
             device=device,
         )
 
@@ -280,10 +281,11 @@ class _Facts:
                 for rank in range((end - size) // part, (end - 1) // part + 1):
                     yield rank, size, min(end, (rank + 1) * part) - max(end - size, rank * part)
 
-    def offloads(self, key: Literal["offload_optimizer", "offload_param"]) -> str:
-        """ "cpu", "nvme" or "none"."""
+    def place(self, key: Literal["offload_optimizer", "offload_param"]) -> Place:
+        """Where states or weights are: in main memory if they are offloaded."""
         section = self.zero.get(key)
-        return str(section.get("device", "none")) if isinstance(section, Mapping) else "none"
+        offloaded = isinstance(section, Mapping) and section.get("device", "none") != "none"
+        return "host" if offloaded else "device"
 
 
 def _groups(config: RunConfig) -> tuple[tuple[tuple[int, ...], ...], bool]:
@@ -367,19 +369,11 @@ class _Engine:
             )  # fmt: skip
         if f.compensated:
             parts.append(self._static("compensation", f.master, f.partition, place))
-        if f.offloads("offload_optimizer") == "nvme":
-            states = 1 + (3 if masters else 2)
-            parts = [
-                Part(
-                    "buffers for states on NVMe", SWAP_BUFFERS * f.master * f.updated,
-                    f"{SWAP_BUFFERS}·{f.master}·u, of {states} states", "host", static=True,
-                )
-            ]  # fmt: skip
         return parts
 
     @property
     def state_place(self) -> Place:
-        return "host" if self.f.offloads("offload_optimizer") != "none" else "device"
+        return self.f.place("offload_optimizer")
 
     def temporaries(self) -> list[Part]:
         """Of the optimizer's own arithmetic."""
@@ -510,6 +504,8 @@ class _Flat(_Engine):
         f = self.f
         if self.compact:
             return [self._static("gradients", f.summed, f.partition)]
+        if self.state_place == "host" and (f.stage == 1 or not f.later):
+            return []  # they are where the optimizer reads them
         return [self._static("gradients", f.weight, f.owned, self.state_place, "s")]
 
     def between_micro_steps(self) -> list[Part]:
@@ -580,7 +576,8 @@ class _Flat(_Engine):
     def stepping(self) -> list[Scene]:
         f = self.f
         if self.state_place == "host":
-            return [[*self.sums()], []]
+            whole = [Part("sums, as whole tensors", f.summed * f.owned, f"{f.summed}·s")]
+            return [[*self.sums(), *(whole if self.compact and f.stage == 1 else [])]]
         sums = self.sums()
         norm = [*sums, Part("a gradient in fp64, for the norm", 8 * f.largest_piece, "8·l")]
         if f.stage == 1 and self.compact:
@@ -606,7 +603,7 @@ class _Partitioned(_Engine):
 
     def held(self) -> list[Part]:
         f = self.f
-        weights: Place = "host" if f.offloads("offload_param") != "none" else "device"
+        weights = f.place("offload_param")
         parts = [
             self._static("weights", f.weight, f.partition, weights),
             self._static("small parameters, whole", f.weight, self.persistent, symbol="K"),
@@ -693,8 +690,7 @@ def _engine(facts: _Facts) -> _Engine:
     if facts.stage == 3:
         return _Partitioned(facts)
     # DeepSpeed's engine.py, _do_optimizer_sanity_check.
-    offloaded = facts.offloads("offload_optimizer") != "none"
-    if (facts.stage, facts.compute, facts.summed) == (1, "bf16", 4) and not offloaded:
+    if (facts.stage, facts.compute, facts.summed, facts.place("offload_optimizer")) == (1, "bf16", 4, "device"):
         return _Bf16(facts)
     return _Flat(facts)
 

@@ -621,7 +621,7 @@ class TrainingEngine:
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, by as many ranks under the same ZeRO stage.
 
-        Weight decay, betas and eps stay those of the recipe, though the files have them too.
+        Weight decay, betas, eps and the kernel stay those of this run, though the files have them too.
         pickle.UnpicklingError where a file holds anything but tensors, numbers and a few classes of DeepSpeed's.
         """
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -629,15 +629,16 @@ class TrainingEngine:
         from deepspeed.utils.tensor_fragment import fragment_address
         from torch.serialization import safe_globals
 
-        names = ("weight_decay", "betas", "eps")
-        recipes = [{name: group[name] for name in names} for group in self._engine.optimizer.param_groups]
+        names = {"weight_decay", "betas", "eps", "fused"}
+        groups = self._engine.optimizer.param_groups
+        settings = [{name: group[name] for name in names & group.keys()} for group in groups]
         # DeepSpeed would unpickle whatever stands in a file. These classes of its own are all that its files need.
         self._engine.checkpoint_engine.load = _load_tensors
         with safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
             loaded, _ = self._engine.load_checkpoint(str(folder.parent), tag=folder.name)
         if loaded is None:
             raise RuntimeError(f"DeepSpeed loaded nothing from {folder}")
-        for group, ours in zip(self._engine.optimizer.param_groups, recipes, strict=True):
+        for group, ours in zip(self._engine.optimizer.param_groups, settings, strict=True):
             group.update(ours)
 
     def gather_weights(self) -> dict[str, Tensor]:

@@ -24,8 +24,12 @@ import numpy as np
 import pytest
 import zstandard
 
-from benchmarks import data, data_loader, data_pages, data_peers, data_prepare, data_startup
+from benchmarks import data, data_loader, data_pages, data_peers, data_prepare, data_startup, precision_study
 from model.config import PRESETS
+from pretrain.runtime import Ranks
+from tests.conftest import VOCAB_SIZE
+from tests.pretrain.test_resume import train_case
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted((ROOT / "benchmarks").glob("*.py"))
@@ -365,3 +369,39 @@ def test_how_well_windows_are_shuffled() -> None:
     )
     in_chunks = np.concatenate([rng.permutation(part) for part in np.split(expected, 10)])
     assert data_peers.shuffled(expected, in_chunks) == pytest.approx(0.1, abs=0.03)
+
+
+# ---------------------------------------------------------------- precision
+
+
+def study_case(ranks: Ranks, options: argparse.Namespace) -> tuple[precision_study.Study, list[str]]:
+    found, runs = precision_study.measure(options, options.work / "first")
+    precision_study.plot(found, runs, options.work / "study.png")
+    return found, precision_study.to_text(found).splitlines()
+
+
+def test_the_study_of_precision_sees_what_is_lost_and_what_is_kept(
+    tmp_path: Path, collection: Path, tokenizer: Path
+) -> None:
+    """In its smallest form. Compensation brings the updates to where they belong, rounding to the nearest does not."""
+    sizes = ["--width=64", "--layers=1", "--seq-len=32", f"--vocab-size={VOCAB_SIZE}", "--evaluation-tokens=64"]
+    options = precision_study.parse([*sizes, "--first-steps=3", "--steps=4"])
+    options.work = tmp_path
+    (tmp_path / "data").symlink_to(collection)
+    (tmp_path / "tokenizer").symlink_to(tokenizer)
+    assert run_ranks(1, train_case, precision_study.tables(options), tmp_path / "first") == ["finished"]
+    ((found, lines),) = run_ranks(1, study_case, options)
+    assert len({tuple(kind.heldout_before) for kind in found.kinds.values()}) == 1
+    assert 0.1 < found.rounding < found.seeds_apart
+    exact, plain, kahan, stochastic = found.kinds.values()
+    assert exact.distance == [0.0, 0.0]
+    assert max(exact.still) < 1e-3
+    assert exact.arrived == pytest.approx([1.0, 1.0], abs=1e-3)
+    for seed in range(2):
+        assert plain.still[seed] > 0.5
+        assert plain.arrived[seed] == plain.arrived_with_rest[seed] < 0.6
+        assert kahan.arrived[seed] < kahan.arrived_with_rest[seed] == pytest.approx(1.0, abs=0.01)
+        assert kahan.distance[seed] < plain.distance[seed]
+        assert stochastic.arrived[seed] == pytest.approx(1.0, abs=0.05)
+    assert [line.split(" | ")[0] for line in lines[-4:]] == [f"| {kind}" for kind in precision_study.KINDS]
+    assert (tmp_path / "study.png").stat().st_size > 10_000

@@ -156,7 +156,7 @@ def _scenes(
         backward += of([moment], [*engine.growing(moment.gradients, later), *gathered])
     yield "backward", backward
     yield "step", list(engine.stepping())
-    yield "evaluation", of(activations.evaluation(config.model, work), gathered)
+    yield "evaluation", [*of(activations.evaluation(config.model, work), gathered), [*gathered, *engine.gathering()]]
     yield "saving", [engine.saving()]
 
 
@@ -319,6 +319,10 @@ class _Engine:
 
     def gathered(self) -> list[Part]:
         """Beside them while the model runs."""
+        return []
+
+    def gathering(self) -> list[Part]:
+        """Beside those for a moment."""
         return []
 
     def between_micro_steps(self) -> list[Part]:
@@ -639,6 +643,9 @@ class _Partitioned(_Engine):
         count = min(rest, kept + min(prefetch, max(0, live - kept)))
         return [Part("gathered parameters", f.weight * count, f"{f.weight}·G")]
 
+    def gathering(self) -> list[Part]:
+        return _gloo(self.f, "gathered weights", self.f.weight * self.f.largest, f"{self.f.weight}·l")
+
     def between_micro_steps(self) -> list[Part]:
         return []
 
@@ -652,9 +659,7 @@ class _Partitioned(_Engine):
         f = self.f
         full = f.sent * min(f.bucket, gradients)
         parts = [Part("bucket in the order of ranks", full, f"{f.sent}·min(B, g)")]
-        if f.device == "cpu" and f.ranks > 1:
-            parts.append(Part("gloo's copy of it", full, f"{f.sent}·min(B, g)"))
-        return parts
+        return [*parts, *_gloo(f, "it", full, f"{f.sent}·min(B, g)")]
 
     def reducing(self, later: bool) -> list[Scene]:
         f = self.f
@@ -666,9 +671,7 @@ class _Partitioned(_Engine):
         ]
         if f.sent != f.weight:
             parts.append(Part("that gradient as it is sent", f.sent * f.largest, f"{f.sent}·l"))
-        if f.device == "cpu" and f.ranks > 1:
-            parts.append(Part("gloo's copy of it", f.sent * f.largest, f"{f.sent}·l"))
-        return [parts]
+        return [[*parts, *_gloo(f, "it", f.sent * f.largest, f"{f.sent}·l")]]
 
     def stepping(self) -> list[Scene]:
         f = self.f
@@ -695,9 +698,11 @@ def _engine(facts: _Facts) -> _Engine:
     return _Flat(facts)
 
 
+def _gloo(f: _Facts, what: str, size: int, formula: str) -> list[Part]:
+    """What gloo takes beside, on CPUs; NCCL works in place."""
+    return [Part(f"gloo's copy of {what}", size, formula)] if f.device == "cpu" and f.ranks > 1 else []
+
+
 def _gloo_gather(f: _Facts) -> list[Part]:
-    """What gloo takes to gather a flat group of weights; NCCL gathers in place."""
-    if f.device != "cpu" or f.ranks == 1:
-        return []
-    gathered = max(f.partitions) * f.ranks
-    return [Part("gloo's copy of gathered weights", f.weight * gathered, f"{f.weight}·u·N")]
+    """When a flat group of weights is gathered."""
+    return _gloo(f, "gathered weights", f.weight * max(f.partitions) * f.ranks, f"{f.weight}·u·N")

@@ -86,9 +86,10 @@ def test_bad_input_is_one_error_line_before_anything_starts(arguments, says, tmp
 HUGE = ("--set", "model.d_model=65536", "--set", "model.d_ff=1048576")  # terabytes on any machine
 
 
-def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path):
+def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path, collection, tokenizer):
     directory = tmp_path / "run"
-    arguments = ("pretrain/recipes/debug.toml", "--ranks", "2", "--run", str(directory), *HUGE)
+    data = ("--set", f"data.path={collection}", "--set", f"data.tokenizer={tokenizer}")
+    arguments = ("pretrain/recipes/debug.toml", "--ranks", "2", "--run", str(directory), *data, *HUGE)
     done = command(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: pretrain/recipes/debug.toml does not fit: a rank needs ")

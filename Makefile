@@ -22,8 +22,10 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard tokenizer/fastb
 demo: $(INSTALLED) ## raw text to an evaluated, sampled model, killed and resumed on the way
 	$(BIN)/python -m launch demo
 
+# Two files at a time, whatever the cores: most tests wait for one process, and those of two ranks need two cores. In the
+# order of collection, which has the long files first. Without -n all in one process, as a debugger wants it.
 test: $(INSTALLED) ## the tests
-	$(BIN)/python -m pytest -m 'not soak'
+	$(BIN)/python -m pytest -m 'not soak' -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED) ## format, lint, types
 	$(BIN)/ruff format --check .

@@ -14,6 +14,8 @@ from torch.autograd.profiler import profile, record_function
 
 _PHASE = "held phase: "
 _SETTLED = "held settled: "
+_COLLECTIVE = "held collective ended"
+_PROCESS_GROUP = ("c10d::", "gloo:")
 
 
 def live_storages(device: torch.device) -> dict[int, int]:
@@ -48,8 +50,8 @@ class PeakTracker:
     On a CPU torch's profiler tells of every allocation and release, also those within an operation. It knows only
     blocks that were allocated under it, so what is to be counted must be made inside the context. What a thread of the
     process group releases it does not tell: such a block counts until its address is given out again, or until
-    `settle`. On a GPU it is the caching allocator's own record, which counts whatever is allocated. Phases do not
-    overlap.
+    `settle`; the process group's own blocks until `collective_ended`. On a GPU it is the caching allocator's own
+    record, which counts whatever is allocated. Phases do not overlap.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -104,6 +106,12 @@ class PeakTracker:
         with record_function(f"{_SETTLED}{len(self._addresses)}"):
             self._addresses.append(set(storages))
 
+    def collective_ended(self) -> None:
+        """Say that the process group has let go of what it allocated for itself."""
+        if self.device.type != "cuda":
+            with record_function(_COLLECTIVE):
+                pass
+
     def _read(self, profiled: profile) -> None:
         assert profiled.kineto_results is not None
         events = sorted(_all(profiled.kineto_results.experimental_event_tree()), key=lambda event: event.start_time_ns)
@@ -119,6 +127,7 @@ class PeakTracker:
     def _history(self, events: list[Any]) -> Iterator[tuple[int, int]]:
         """(time in ns, bytes held from then on)."""
         blocks: dict[int, int] = {}
+        of_process_group: set[int] = set()
         held = 0
         for event in events:
             if event.name.startswith(_SETTLED):
@@ -126,15 +135,27 @@ class PeakTracker:
                 blocks = {address: size for address, size in blocks.items() if address in live}
                 held = sum(blocks.values())
                 self.settled.append(held)
+            elif event.name == _COLLECTIVE:
+                held -= sum(blocks.pop(address, 0) for address in of_process_group)
+                of_process_group.clear()
             elif event.tag == _EventType.Allocation:
                 address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
                 held -= blocks.pop(address, 0)
+                of_process_group.discard(address)
                 if size > 0:
                     blocks[address] = size
                     held += size
+                    if any(one.name.startswith(_PROCESS_GROUP) for one in _around(event)):
+                        of_process_group.add(address)
             else:
                 continue
             yield event.start_time_ns, held
+
+
+def _around(event: Any) -> Iterator[Any]:
+    """The operations that an event of a profiler's tree happened in."""
+    while (event := event.parent) is not None:
+        yield event
 
 
 def _all(events: Any) -> Iterator[Any]:

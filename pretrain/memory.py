@@ -144,7 +144,7 @@ def _scenes(
         device=device,
         documents=config.data.packing != "concat",
     )
-    gathered = engine.gathered()
+    gathered, gathered_backward = engine.gathered(), engine.gathered(backward=True)
     earlier = engine.between_micro_steps() if later else []
 
     def of(moments: Iterable[activations.Moment], beside: Scene) -> list[Scene]:
@@ -153,7 +153,7 @@ def _scenes(
     yield "forward", of(activations.forward(config.model, work), [*earlier, *gathered])
     backward = list(engine.reducing(later))
     for moment in activations.backward(config.model, work):
-        backward += of([moment], [*engine.growing(moment.gradients, later), *gathered])
+        backward += of([moment], [*engine.growing(moment.gradients, later), *gathered_backward])
     yield "backward", backward
     yield "step", list(engine.stepping())
     yield "evaluation", [*of(activations.evaluation(config.model, work), gathered), [*gathered, *engine.gathering()]]
@@ -181,6 +181,8 @@ class _Facts:
     fused: bool
     compensated: bool
     largest_matrix: tuple[int, int]
+    block: int  # elements of a block's matrices
+    runs_again: bool
     weight: int
     master: int
     moment: int
@@ -195,6 +197,7 @@ class _Facts:
     ) -> _Facts:
         precision = config.precision
         groups, has_hidden = _groups(config)
+        matrices = {name: shape for name, shape in parameter_shapes(config.model).items() if len(shape) == 2}
         return cls(
             stage=zero_stage(deepspeed),
             compute=compute,
@@ -205,9 +208,9 @@ class _Facts:
             optimizer=config.optimizer.name,
             fused=is_torchs(config),
             compensated=precision.compensation == "kahan",
-            largest_matrix=max(
-                (shape for shape in parameter_shapes(config.model).values() if len(shape) == 2), key=math.prod
-            ),
+            largest_matrix=max(matrices.values(), key=math.prod),
+            block=sum(math.prod(shape) for name, shape in matrices.items() if name.startswith("layers.0.")),
+            runs_again=config.memory.activation_checkpointing != "none",
             weight=BYTES[compute],
             master=BYTES[precision.master],
             moment=BYTES[precision.moments_dtype],
@@ -317,7 +320,7 @@ class _Engine:
     def held(self) -> list[Part]:
         raise NotImplementedError
 
-    def gathered(self) -> list[Part]:
+    def gathered(self, backward: bool = False) -> list[Part]:
         """Beside them while the model runs."""
         return []
 
@@ -630,7 +633,7 @@ class _Partitioned(_Engine):
                 total += size
         return total
 
-    def gathered(self) -> list[Part]:
+    def gathered(self, backward: bool = False) -> list[Part]:
         f, zero = self.f, self.f.zero
         reuse = int(zero.get("stage3_max_reuse_distance", DEFAULT_LIVE))
         prefetch = int(zero.get("stage3_prefetch_bucket_size", DEFAULT_PREFETCH))
@@ -638,8 +641,9 @@ class _Partitioned(_Engine):
         rest = f.parameters - self.persistent
         # A parameter stays from its use in forward to that in backward if no more than `reuse` are used between: the
         # head, and of the blocks those of the last half of it. What is prefetched comes beside them while no more than
-        # `live` are there.
+        # `live` are there. Backward has a whole block, which stays from when it is run again.
         kept = f.largest + max(0, reuse // 2 - f.largest)
+        kept = max(kept, f.block) if backward and f.runs_again else kept
         count = min(rest, kept + min(prefetch, max(0, live - kept)))
         return [Part("gathered parameters", f.weight * count, f"{f.weight}·G")]
 

@@ -21,10 +21,10 @@ from tests.ranks import run_ranks
 
 TINY = Shape(
     {
-        "preset": "mini", "vocab_size": 1024, "d_model": 128, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1,
-        "d_ff": 256, "seq_len": 32,
+        "preset": "mini", "vocab_size": 256, "d_model": 128, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1,
+        "d_ff": 352, "seq_len": 32,
     },
-    "full", 16, 4000,
+    "full", 16, 1000,
 )  # fmt: skip
 MINI = parameter_count(PRESETS["mini"])
 

@@ -168,11 +168,12 @@ def compared(chosen: list[Case]) -> list[Comparison]:
 def test_live_engines_hold_what_is_predicted() -> None:
     """Two ranks, every stage and every precision it runs: static within 2 %, the peak within 10 %."""
     found = compared(list(cases(TINY, [0, 1, 2, 3])))
-    assert len(found) == 21
+    assert len(found) == 22
     assert [one.line() for one in found if not one.is_within] == []
 
 
 @pytest.mark.soak
 def test_live_engines_of_mini_hold_what_is_predicted() -> None:
-    found = compared(list(cases(SHAPES["mini"], [0, 1, 2, 3])))
+    """Without fp16, which a CPU computes some fifty times slower."""
+    found = compared([case for case in cases(SHAPES["mini"], [0, 1, 2, 3]) if case.compute != "fp16"])
     assert [one.line() for one in found if not one.is_within] == []

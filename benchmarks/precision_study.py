@@ -185,7 +185,7 @@ def make_checkpoint(options: argparse.Namespace) -> Path:
     recipe, run = options.work / "first.toml", options.work / "first"
     recipe.write_text(to_toml(parse_recipe(tables(options))), encoding="utf-8")
     command = [sys.executable, "-m", "pretrain", "run", str(recipe), "--run", str(run)]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "DS_ACCELERATOR": "cpu"}, stdout=sys.stderr, check=True)
+    subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=True)
     return run
 
 
@@ -298,7 +298,7 @@ def plot(found: Study, runs: dict[tuple[str, int], Run], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, (loss, shares, distance) = pyplot.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    figure, (loss, shares, distance) = pyplot.subplots(1, 3, figsize=(14, 4.4), layout="constrained")
     colours = dict(zip(KINDS, ("black", "tab:red", "tab:blue", "tab:green"), strict=True))
     seeds = sorted({seed for _, seed in runs})
     for (kind, seed), run in runs.items():
@@ -307,7 +307,11 @@ def plot(found: Study, runs: dict[tuple[str, int], Run], path: Path) -> None:
         loss.plot(
             list(run.heldout), list(run.heldout.values()), style, color=colours[kind], marker="o", ms=3, label=label
         )
-    loss.set(xlabel=f"steps at a rate of {found.lr:g}", ylabel="nats a token", title="held-out loss")
+    loss.set(
+        xlabel=f"steps at a rate of {found.lr:g}",
+        ylabel="nats a token",
+        title=f"held-out loss, a line each for {len(seeds)} seeds",
+    )
     loss.legend(title="masters")
     for place, kind in enumerate(KINDS):
         one = found.kinds[kind]
@@ -318,7 +322,7 @@ def plot(found: Study, runs: dict[tuple[str, int], Run], path: Path) -> None:
     shares.set(ylabel="%", title="weights that stand still in a step (pale),\nof all updates arrived at the end (full)")
     distance.axhline(found.seeds_apart, color="grey", ls="--", label="fp32, another seed")
     distance.axhline(found.rounding, color="grey", ls=":", label="fp32, rounded to bf16 at the end")
-    distance.set(ylabel="over the fp32 run's own way", title="distance to the fp32 run")
+    distance.set(ylabel="over the fp32 run's own way", title="distance to the fp32 run", ylim=(0, 1.3))
     distance.legend()
     for axes in (shares, distance):
         axes.set_xticks(range(len(names)), names)
@@ -350,6 +354,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    os.environ["DS_ACCELERATOR"] = "cpu"  # what is computed here; DeepSpeed would say that it found nothing else
     with tempfile.TemporaryDirectory() as folder:
         options.work = (options.work or Path(folder)).resolve()
         options.work.mkdir(parents=True, exist_ok=True)

@@ -136,6 +136,10 @@ class Loader:
         self._given += 1
         return batch
 
+    def ready(self, seconds: float) -> bool:
+        """Wait at most so long for the next micro-batch (or its error); whether `next` would have it at once."""
+        return not self._finalizer.alive or self._thread.ready(seconds)
+
     def close(self) -> None:
         """Stop and join the thread (waiting at most 10 s for a read that hangs). May be called again."""
         self._finalizer()
@@ -327,10 +331,21 @@ class _Prefetcher(threading.Thread):
                     return
             self._ready.put(made)
 
+    def ready(self, seconds: float) -> bool:
+        if not self._given:
+            try:
+                self._receive(seconds)
+            except queue.Empty:
+                return False
+        return True
+
+    def _receive(self, seconds: float | None = None) -> None:
+        self._given.extend(self._ready.get(timeout=seconds))
+        self._length = len(self._given)
+
     def take(self) -> Batch:
         if not self._given:
-            self._given.extend(self._ready.get())
-            self._length = len(self._given)
+            self._receive()
         found = self._given[0]
         if isinstance(found, BaseException):
             raise found

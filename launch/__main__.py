@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +36,7 @@ def launch() -> None:
 @app.command(
     epilog="\b\nExamples:\n  python -m launch run pretrain/recipes/debug.toml --ranks 2\n"
     "  python -m launch run pretrain/recipes/0.5b.toml --run runs/first --set schedule.peak_lr=2e-4\n"
+    "  python -m launch run pretrain/recipes/mini.toml --max-minutes 55\n"
     "  python -m launch run pretrain/recipes/mini.toml --dry-run"
 )
 def run(
@@ -53,13 +55,23 @@ def run(
     force: Annotated[
         bool, typer.Option("--force", help="Start it although the memory plan says that it does not fit.")
     ] = False,
+    max_minutes: Annotated[
+        float | None,
+        typer.Option("--max-minutes", metavar="M", help="Save and stop so as to be done before so many are over."),
+    ] = None,
+    grace_seconds: Annotated[
+        float | None,
+        typer.Option("--grace-seconds", metavar="S", help="What a scheduler leaves between a signal and the kill."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and start nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object.")] = False,
 ) -> None:
     """Check a recipe, then train it on this machine's GPUs or CPU.
 
-    Ctrl-C saves and stops, the same command resumes. Exit 0 only if the run says so itself, 2 for bad input.
+    Ctrl-C, SIGTERM and SIGUSR1 save and stop, the same command resumes. Exit 0 only if every rank says so itself, 2 for
+    bad input.
     """
+    started_at = time.time()
     if as_json and not dry_run:
         raise LaunchError("--json reports a --dry-run only: add --dry-run or leave it out")
     launch = prepare(
@@ -71,12 +83,14 @@ def run(
         environ=os.environ,
         check_data=not dry_run,
         force=force,
+        max_minutes=max_minutes,
+        grace_seconds=grace_seconds,
     )
     if dry_run:
         print(json.dumps(launch.to_dict(), indent=2) if as_json else launch.to_text())
         return
     print(launch.to_text(), flush=True)
-    raise typer.Exit(run_launch(launch, os.environ))
+    raise typer.Exit(run_launch(launch, os.environ, started_at))
 
 
 @app.command(epilog="\b\nExamples:\n  python -m launch demo")

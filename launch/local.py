@@ -1,13 +1,14 @@
 """One machine: check the recipe, build one DeepSpeed command, run it in a process group of its own, tell the truth.
 
 The launcher's own exit code is not the truth: DeepSpeed's runner passes on positive codes only, so a run whose child
-was killed by a signal can end as 0. What counts is `status.json`, which the first rank writes when a run ends well.
+was killed by a signal can end as 0. What counts are the receipts that every rank leaves in the run directory.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import random
 import shlex
@@ -25,6 +26,7 @@ from types import FrameType
 from typing import Any
 
 FAILED = 1
+STOP_SIGNALS = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
 # DeepSpeed's launch.py kills its children 30 s after a signal; what is still there a little later is ended here.
 GRACE_SECONDS = 45.0
 _PR_SET_PDEATHSIG = 1
@@ -84,12 +86,18 @@ def prepare(
     environ: Mapping[str, str],
     check_data: bool = False,
     force: bool = False,
+    max_minutes: float | None = None,
+    grace_seconds: float | None = None,
 ) -> Launch:
     """Plan the recipe and build the command. LaunchError: the recipe's own error line, or what is missing here.
 
     `ranks` defaults to the number of GPUs, or 1 without any. What does not fit this machine's devices is refused, with
-    `force` it is a warning. The port is free when this is called.
+    `force` it is a warning. The port is free when this is called. `max_minutes` and `grace_seconds` are the run's.
     """
+    limits = {"--max-minutes": max_minutes, "--grace-seconds": grace_seconds}
+    for option, given in limits.items():
+        if given is not None and not 0 < given < math.inf:
+            raise LaunchError(f"{option} {given:g}: must be more than 0")
     gpus = visible_gpus(environ)
     world_size = ranks if ranks is not None else max(len(gpus), 1)
     if world_size < 1:
@@ -103,6 +111,7 @@ def prepare(
     argv += ["--module", "pretrain", "run", str(recipe), "--run", str(directory), "--resume", resume]
     argv += [word for override in overrides for word in ("--set", override)]
     argv += ["--force"] if force else []
+    argv += [word for option, given in limits.items() if given is not None for word in (option, f"{given:g}")]
     return Launch(tuple(argv), added_environment(bool(gpus), world_size, environ), directory, world_size, plan)
 
 
@@ -197,68 +206,126 @@ def free_port() -> int:
     raise LaunchError("no TCP port is free on this machine for the ranks to meet at")
 
 
-def run(launch: Launch, environ: Mapping[str, str]) -> int:
-    """Run the command to its end and return the exit code: 0 only if the first rank said so for this attempt.
+def run(launch: Launch, environ: Mapping[str, str], started_at: float | None = None) -> int:
+    """Run the command to its end and return the exit code: 0 only if every rank says so for this attempt.
 
-    SIGINT and SIGTERM ask the run to save and stop behind its current step, by the stop file: DeepSpeed's launcher
-    would answer a signal by killing the ranks 30 seconds later, and a step can take longer. Before the first step they
-    are passed on as SIGTERM. A second one ends the group at once. Whatever happens, no process of it is left behind.
+    Signals ask the run to save its last whole step and stop, by the stop file: DeepSpeed's launcher would answer them
+    by killing the ranks 30 seconds later, and a save can take longer. Before the attempt has begun they are passed on
+    as SIGTERM. A second one ends the group at once. Whatever happens, no process of it is left behind.
+
+    `started_at`, in seconds since the epoch, is when the minutes of --max-minutes began.
     """
-    before = attempt(read_status(launch.run_directory))
+    before = newest_attempt(launch.run_directory)
     killed_before = oom_kills()
-    process = subprocess.Popen(
-        launch.argv,
-        env={**environ, **launch.environment},
-        stdin=subprocess.DEVNULL,
-        process_group=0,
-        preexec_fn=_end_with_parent,
-    )
-    group = process.pid
+    clock = ["--started-at", f"{started_at:.3f}"] if started_at is not None and "--max-minutes" in launch.argv else []
+    group: int | None = None
     asked = 0
 
     def ask_to_stop(number: int, frame: FrameType | None) -> None:
         nonlocal asked
         asked += 1
+        if group is None:  # it starts just now, and is asked behind that
+            return
         if asked > 1:
             _signal_group(group, signal.SIGKILL)
-        elif attempt(read_status(launch.run_directory)) > before:
+        elif newest_attempt(launch.run_directory) > before:
             (launch.run_directory / "stop").touch()
-            print("saving and stopping behind the current step; once more ends it at once", file=sys.stderr, flush=True)
+            print("saving and stopping; once more ends it at once", file=sys.stderr, flush=True)
         else:
             _signal_group(group, signal.SIGTERM)
 
-    previous = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, ask_to_stop) for number in STOP_SIGNALS}
     try:
+        process = subprocess.Popen(
+            [*launch.argv, *clock],
+            env={**environ, **launch.environment},
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+            preexec_fn=_end_with_parent,
+        )
+        group = process.pid
+        if asked:
+            _signal_group(group, signal.SIGTERM)
         code = process.wait()
         _end_group(group)
     finally:
-        _signal_group(group, signal.SIGKILL)
+        if group is not None:
+            _signal_group(group, signal.SIGKILL)
         for number, handler in previous.items():
             signal.signal(number, handler)
     status = read_status(launch.run_directory)
     if attempt(status) > before and status.get("state") == "running":  # whoever should have said so was killed
         (launch.run_directory / "status.json").write_text(json.dumps({**status, "state": "failed"}) + "\n")
-    killer = None if asked > 1 else oom_killer(killed_before, oom_kills())
-    return verdict(code, before, status, launch.run_directory, killer)
+    ended = End(
+        code=code,
+        began=newest_attempt(launch.run_directory) > before,
+        asked=asked,
+        receipts=read_receipts(launch.run_directory, newer_than=before),
+        killer=None if asked > 1 else oom_killer(killed_before, oom_kills()),
+    )
+    return ended.verdict(launch, status)
 
 
-def verdict(
-    code: int, attempt_before: int, status: Mapping[str, Any], run_directory: Path, killer: str | None = None
-) -> int:
-    """The exit code: 0 if `status` says stopped or finished for a newer attempt, else the launcher's own or 1.
+@dataclass(frozen=True)
+class End:
+    """What is known of a run's end."""
 
-    `killer`: what is known of the kernel having ended a process for want of memory meanwhile.
+    code: int  # of DeepSpeed's launcher
+    began: bool  # a new attempt stands in the run directory
+    asked: int  # how often it was asked to stop
+    receipts: Mapping[int, Mapping[str, Any]]  # of the new attempt, by rank
+    killer: str | None = None  # the kernel ended a process for want of memory meanwhile
+
+    def verdict(self, launch: Launch, status: Mapping[str, Any]) -> int:
+        """The exit code: 0 if every rank says that it stopped or finished, else the launcher's own or 1, with a line.
+
+        A run that was asked to stop before it began, and did not begin, is 0 as well: there is nothing to resume.
+        """
+        states = {rank: receipt.get("state") for rank, receipt in self.receipts.items()}
+        well = [rank for rank, state in states.items() if state in ("stopped", "finished")]
+        if well == list(range(launch.ranks)):
+            return 0
+        if not self.began and self.asked == 1:
+            print(f"run {launch.run_directory} stopped before it began: nothing was changed", file=sys.stderr)
+            return 0
+        if not self.began:
+            where = "it ended before its first step; what it said stands above"
+        else:
+            silent = [str(rank) for rank in range(launch.ranks) if rank not in states]
+            failed = [str(rank) for rank in states if rank not in well]
+            who = f"rank {' and '.join(failed)} failed"
+            if silent:
+                who = f"a rank died: nothing was left by rank {' and '.join(silent)}"
+            where = (
+                f"{who}; the last status was step {status.get('global_step')} of {status.get('max_steps')}; what it "
+                "said stands above; the same command resumes from the last checkpoint"
+            )
+        where += "" if self.killer is None else f". {self.killer}"
+        print(f"error: run {launch.run_directory} failed (launcher code {self.code}): {where}", file=sys.stderr)
+        return self.code if self.code > 0 else FAILED
+
+
+def read_receipts(run_directory: Path, newer_than: int) -> dict[int, dict[str, Any]]:
+    """The receipts of the newest attempt, by rank, if it is newer than the one of this number; what is none is left
+    out."""
+    found: dict[int, dict[str, Any]] = {}
+    for path in sorted((run_directory / "receipts").glob("rank-*.json")):
+        with suppress(ValueError, KeyError, TypeError):
+            receipt = json.loads(path.read_bytes())
+            if receipt["attempt"] > newer_than:
+                found[receipt["rank"]] = receipt
+    newest = max((receipt["attempt"] for receipt in found.values()), default=None)
+    return {rank: receipt for rank, receipt in sorted(found.items()) if receipt["attempt"] == newest}
+
+
+def newest_attempt(run_directory: Path) -> int:
+    """The number of the attempt that began last, 0 for none: the ranks have met and hear of a stop file from then on.
+
+    What cannot be read begins no attempt either: the run itself says what is wrong with it.
     """
-    if attempt(status) > attempt_before and status.get("state") in ("stopped", "finished"):
-        return 0
-    if attempt(status) > attempt_before:
-        steps = f"the last status was step {status.get('global_step')} of {status.get('max_steps')}"
-        where = f"a rank died, {steps}; what it said stands above; the same command resumes from the last checkpoint"
-    else:
-        where = "it ended before its first step; what it said stands above"
-    where += "" if killer is None else f". {killer}"
-    print(f"error: run {run_directory} failed (launcher code {code}): {where}", file=sys.stderr)
-    return code if code > 0 else FAILED
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return len(json.loads((run_directory / "environment.json").read_bytes())["attempts"])
+    return 0
 
 
 def oom_kills(root: Path = Path("/")) -> dict[str, int]:

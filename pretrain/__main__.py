@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import math
 import os
+import shlex
 import sys
 import time
 import warnings
@@ -166,6 +168,7 @@ def plan(
 @app.command(
     epilog="\b\nExamples:\n  python -m pretrain run pretrain/recipes/debug.toml\n"
     "  python -m pretrain run pretrain/recipes/mini.toml --run runs/first --set schedule.max_steps=2000\n"
+    "  python -m pretrain run pretrain/recipes/mini.toml --max-minutes 55\n"
     "  deepspeed --module pretrain run pretrain/recipes/mini.toml"
 )
 def run(
@@ -181,11 +184,42 @@ def run(
     force: Annotated[
         bool, typer.Option("--force", help="Begin although the memory plan says that it does not fit.")
     ] = False,
+    max_minutes: Annotated[
+        float | None,
+        typer.Option("--max-minutes", metavar="M", help="Save and stop so as to be done before so many are over."),
+    ] = None,
+    grace_seconds: Annotated[
+        float | None,
+        typer.Option("--grace-seconds", metavar="S", help="What a signal leaves before the kill; 30 under launchers."),
+    ] = None,
+    started_at: Annotated[float | None, typer.Option("--started-at", hidden=True)] = None,
 ) -> None:
-    """Train. One process on its own; several under `deepspeed` or `python -m launch run`. Started again, it resumes."""
+    """Train. One process on its own; several under `deepspeed` or `python -m launch run`. Started again, it resumes.
+
+    SIGTERM, SIGUSR1, Ctrl-C, --max-minutes or a file named stop in the run directory: it saves and stops, with code 0.
+    """
+    from pretrain.stopping import LAUNCHERS_GRACE_SECONDS, Deadline, StopRequest
+
+    begun_at = time.time() if started_at is None else started_at
+    path = directory or Path("runs") / recipe.stem
+    launched = "LOCAL_RANK" in os.environ
+    stop = StopRequest(path / "stop")
+    stop.install(speaks=os.environ.get("RANK", "0") == "0")
+
     from pretrain.config import RecipeError, load_recipe
 
+    limits = {"--max-minutes": max_minutes, "--grace-seconds": grace_seconds}
+    for option, given in limits.items():
+        if given is not None and not 0 < given < math.inf:
+            raise RecipeError(f"{option} {given:g}: must be more than 0")
     config = load_recipe(recipe, overrides or ())
+    if max_minutes is not None:
+        from model.accounting import parameter_count
+
+        # Masters, two moments and, twice, weights: what an fp32 run writes first.
+        stop.deadline = Deadline(begun_at + 60 * max_minutes, first_save_bytes=16 * parameter_count(config.model))
+    if grace_seconds is None and launched:
+        grace_seconds = LAUNCHERS_GRACE_SECONDS
     from pretrain.device_memory import of_rank, ranks_here
     from pretrain.fit import needed, too_big
     from pretrain.metrics import TrainingDivergedError
@@ -209,9 +243,15 @@ def run(
         raise refusal
     if message is not None and ranks.is_first:
         print(f"warning: {recipe} {message}", file=sys.stderr)
-    path = directory or Path("runs") / recipe.stem
+    starter = ["launch", "run", recipe, "--ranks", here] if launched and here == ranks.world_size else None
+    words = [*(starter or ["pretrain", "run", recipe]), "--run", path]
+    words += [word for override in overrides or () for word in ("--set", override)]
+    words += ["--resume", resume] if resume not in ("auto", "never") else []  # never would refuse what it has saved
+    words += ["--force"] if force else []
+    words += [word for option, given in limits.items() if given is not None for word in (option, f"{given:g}")]
+    command = shlex.join(["python", "-m", *map(str, words)])
     try:
-        train(config, path, ranks, resume=resume)
+        train(config, path, ranks, resume=resume, stop=stop, grace_seconds=grace_seconds, command=command)
     except TrainingDivergedError as error:
         _complain(str(error))
         raise typer.Exit(1) from None

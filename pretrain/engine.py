@@ -562,6 +562,17 @@ class TrainingEngine:
         if updates > 0 and updates % self._loss_scale_window == 0:
             scaler.cur_scale *= 2.0
 
+    def drop_accumulation(self) -> None:
+        """Forget the micro-steps since the last update, gradients and counts, as if they had not been."""
+        zero = self._engine.optimizer
+        zero.zero_grad()  # under ZeRO-3 the count of micro-steps too
+        self._engine.micro_steps = 0
+        for sums in ("averaged_gradients", "all_grad_tensors"):
+            if hasattr(zero, sums):
+                getattr(zero, sums).update(dict.fromkeys(getattr(zero, sums)))
+        if self.zero_stage in (1, 2) and hasattr(zero, "micro_step_id"):
+            zero.micro_step_id = -1  # of the micro-step before the first
+
     def set_global_batch_size(self, sequences: int) -> None:
         """The global batch of the next step, between two steps: the micro-batch stays, the accumulation follows."""
         if sequences != self._engine.train_batch_size():

@@ -137,6 +137,7 @@ class Report:
         self._bar: Progress | None = None
         self._samples = steps_of(config.batch)
         self._steps = 0
+        self._warned_of_grace = False
         self._step_seconds = 0.0
         self._steady_seconds = 0.0
         self._steady_samples = 0
@@ -273,6 +274,21 @@ class Report:
                 self._log.write("evaluation", state.global_step, {"source": source, **score.to_dict()})
         losses = "  ".join(f"{source} {score.loss:.4f}" for source, score in scores.items())
         self.say(f"step {state.global_step}: held-out loss, {scores['all'].tokens:,} tokens  {losses}")
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the last step, without evaluation and saving."""
+        return self._step_seconds
+
+    def saved(self, seconds: float, grace_seconds: float | None) -> None:
+        """Warn once where a save takes more than half of what a rank has behind a signal before it is killed."""
+        if grace_seconds is not None and seconds > grace_seconds / 2 and not self._warned_of_grace:
+            self._warned_of_grace = True
+            self.say(
+                f"warning: saving took {seconds:.1f} s, more than half of the {grace_seconds:g} s between a signal and "
+                f"the end: rather stop by the file {self._directory.stop_file} or by `python -m launch run`, which "
+                "have no such limit, or have the signal sent earlier and say so with --grace-seconds"
+            )
 
     def ends(self, outcome: Literal["stopped", "finished"], state: TrainState, message: str) -> None:
         self._write_status(outcome)

@@ -9,7 +9,8 @@ runs/NAME/
   tensorboard/
   checkpoints/       step-00001000/ (its manifest.json written last), latest
   status.json        what the run is doing: state, attempt, global_step
-  stop               create it, and the run saves and stops behind the current step
+  receipts/          rank-00000.json …: how each rank of the last attempt ended (see receipts.py)
+  stop               create it, and the run saves its last whole step and stops
 """
 
 from __future__ import annotations
@@ -92,6 +93,10 @@ class RunDirectory:
     @property
     def status(self) -> Path:
         return self.path / "status.json"
+
+    @property
+    def receipts(self) -> Path:
+        return self.path / "receipts"
 
     @property
     def stop_file(self) -> Path:

@@ -1,4 +1,4 @@
-"""Facts about this process, gathered once and passed on: its rank, its device, its seeds, the wish to stop.
+"""Facts about this process, gathered once and passed on: its rank, its device, its seeds.
 
 Only this file reads the launcher's environment variables, and only `pretrain/__main__.py` calls it for that.
 """
@@ -8,13 +8,10 @@ from __future__ import annotations
 import ctypes
 import platform
 import random
-import signal
 import socket
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -28,7 +25,6 @@ T = TypeVar("T")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # mallopt(3)
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -204,31 +200,3 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-class StopRequest:
-    """The wish to stop, from a signal or from a file named `stop` in the run directory.
-
-    A handler only notes the signal; the loop asks `wanted()` at every step and the ranks agree on the answer, so
-    that all of them stop behind the same step. A second SIGINT ends the process at once.
-    """
-
-    def __init__(self, stop_file: Path) -> None:
-        self.stop_file = stop_file
-        self.signal_name: str | None = None
-
-    def install(self) -> None:
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.signal_name == "SIGINT":
-            raise KeyboardInterrupt
-        self.signal_name = signal.Signals(number).name
-
-    def wanted(self) -> bool:
-        return self.signal_name is not None or self.stop_file.exists()
-
-    @property
-    def reason(self) -> str:
-        return self.signal_name or f"the file {self.stop_file}"

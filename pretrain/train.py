@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,9 +28,11 @@ from pretrain.checkpoint import (
     TrainState,
     choose,
     clear_leftovers,
+    converted_from,
     fill,
     find,
     load_weights,
+    measured_at,
     refuse_other_model,
     refuse_unhealthy,
     tokenizer_of,
@@ -39,12 +43,13 @@ from pretrain.config import Compute, RecipeError, RunConfig, from_root, to_toml
 from pretrain.engine import TrainingEngine, device_refusal, process_group, read_json, resolve, rounding_warnings
 from pretrain.evaluate import Score, evaluate, isolates_documents
 from pretrain.metrics import Report
+from pretrain.receipts import Receipt
 from pretrain.retention import Retention
 from pretrain.run_directory import CheckpointError, RunDirectory, write_text
 from pretrain.runtime import (
     Ranks,
-    StopRequest,
     auto_compute,
+    is_lost_peer,
     one_ranks_fault,
     pick_device,
     precision_note,
@@ -52,6 +57,15 @@ from pretrain.runtime import (
     seed_everything,
 )
 from pretrain.schedule import jump, learning_rate
+from pretrain.stopping import (
+    Poll,
+    StopAgreedError,
+    Stopping,
+    StopRequest,
+    StopWantedError,
+    first_reason,
+    heeding,
+)
 from tokenizer.codec import Codec
 
 Outcome = Literal["finished", "stopped"]
@@ -74,27 +88,49 @@ class StepResult:
 
 
 def train_step(
-    engine: TrainingEngine, batches: Iterator[Batch], plan: BatchPlan, lr: float, *, stop_wanted: bool = False
+    engine: TrainingEngine,
+    batches: Iterator[Batch],
+    plan: BatchPlan,
+    lr: float,
+    *,
+    stopping: Stopping | None = None,
 ) -> StepResult:
     """Accumulate one global batch and update the weights once.
 
     The gradient is that of (sum of all token losses) / (number of all target tokens), over micro-steps and ranks
     together, however the tokens are spread over them. DeepSpeed divides by the accumulation steps and averages over
     the ranks, so each micro-loss is scaled up by both before it goes in.
+
+    Raises StopAgreedError, on all ranks, where one of them wants to stop before the update: the engine is then as
+    behind the last whole step.
     """
+    stopping = stopping or Stopping(None, engine.sum_over_ranks)
+    micro_batches = []
+    try:
+        micro_batches = [next(batches) for _ in range(plan.gradient_accumulation_steps)]
+        wish = stopping.wish(before_step=True)
+    except StopWantedError:
+        wish = True
+    tokens, wishes = engine.sum_over_ranks(sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches), wish)
+    stopping.heed(wishes)
     engine.set_global_batch_size(plan.global_batch_size)
-    micro_batches = [next(batches) for _ in range(plan.gradient_accumulation_steps)]
-    (tokens,) = engine.sum_over_ranks(sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches))
     scale = plan.gradient_accumulation_steps * plan.world_size / tokens
-    engine.set_learning_rate(lr)
     loss_sum, cross_entropy_sum = torch.zeros(2, dtype=torch.float64, device=engine.device).unbind()
-    for batch in micro_batches:
+    for number, batch in enumerate(micro_batches, 1):
         loss = engine.forward(batch.inputs, batch.targets, batch.documents)
         engine.backward(loss.loss_sum * scale)
+        if number == len(micro_batches):
+            engine.set_learning_rate(lr)  # not before: a checkpoint tells the rate of the last whole step
         engine.step()
         loss_sum += loss.loss_sum.detach()
         cross_entropy_sum += loss.cross_entropy_sum
-    total, cross_entropy, stops = engine.sum_over_ranks(loss_sum, cross_entropy_sum, stop_wanted)
+        if number < len(micro_batches):
+            try:
+                stopping.between_micro_steps()
+            except StopAgreedError:
+                engine.drop_accumulation()
+                raise
+    total, cross_entropy, wishes = engine.sum_over_ranks(loss_sum, cross_entropy_sum, stopping.wish())
     return StepResult(
         loss=cross_entropy / tokens,
         z_loss=(total - cross_entropy) / tokens,
@@ -102,7 +138,7 @@ def train_step(
         grad_norm=engine.gradient_norm(),
         loss_scale=engine.loss_scale,
         overflowed=engine.overflowed,
-        stop_wanted=stops > 0,
+        stop_wanted=wishes > 0,
     )
 
 
@@ -267,6 +303,7 @@ def begin_attempt(
             earlier = path.read_bytes().decode(errors="replace")
             break
     directory.stop_file.unlink(missing_ok=True)
+    shutil.rmtree(directory.receipts, ignore_errors=True)  # of the attempt before
     inputs.codec.copy_to(directory.tokenizer)
     write_text(directory.recipe, recipe)
     write_text(directory.deepspeed, json.dumps(inputs.deepspeed, indent=2) + "\n")
@@ -275,6 +312,7 @@ def begin_attempt(
             "world_size": inputs.plan.world_size,
             "pids": pids,
             "resumed_from": None if chosen is None else str(chosen),
+            "converted_from": None if chosen is None else converted_from(chosen, inputs.identity),
             "initial_weights": None if initial is None else str(initial),
             "compute": inputs.compute,
             "recipe_changes": [line for line in recipe.splitlines() if line not in earlier.splitlines()],
@@ -300,25 +338,47 @@ def build_engine(inputs: Inputs, ranks: Ranks, device: torch.device, initial: Pa
 # ---------------------------------------------------------------- the run
 
 
-def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") -> Outcome:
-    """Train until max_steps, or until a signal or the stop file asks to stop behind the current step."""
+def train(
+    config: RunConfig,
+    path: Path,
+    ranks: Ranks,
+    *,
+    resume: str = "auto",
+    stop: StopRequest | None = None,
+    grace_seconds: float | None = None,
+    command: str = "the same command",
+) -> Outcome:
+    """Train until max_steps, or until a rank is asked to stop: by a signal, the stop file, or a deadline in `stop`.
+
+    Then the last whole step is saved. `grace_seconds` is what a rank has behind a signal before it is killed, None for
+    no limit: slow saves are warned of. `command` is what goes on with this run, as its receipts tell it.
+    """
     device = pick_device(ranks.local_rank, ranks.accelerator)
     inputs = Inputs.check(config, ranks.world_size, auto_compute(device))
     if config.compile:
         refuse_without_compiler(device)
     schedule = config.schedule
     directory = RunDirectory(path)
-    stop = StopRequest(directory.stop_file)
-    stop.install()
+    if stop is None:
+        stop = StopRequest(directory.stop_file)
+        stop.install(speaks=ranks.is_first)
     seed_everything(config.seed)
     with ExitStack() as stack:
         stack.enter_context(process_group(device))
-        refuse_devices(ranks, inputs.compute)
+        stop.begin()
+        try:
+            refuse_devices(ranks, inputs.compute)
+        except RuntimeError as error:
+            if stop.reason is None or not is_lost_peer(error):
+                raise
+            return "stopped"  # nothing has begun: the signal met another rank before it could note it, and ended that
         report = stack.enter_context(Report(directory, config, active=ranks.is_first))
         pids = ranks.gather(os.getpid())
         attempt, resumed_from, initial = ranks.on_first(
             lambda: begin_attempt(directory, inputs, resume, pids, report.say)
         )
+        receipt = Receipt(directory, attempt, ranks.rank, ranks.world_size, command)
+        stack.enter_context(receipt.of_failure())
         if initial is not None:
             report.say(f"initial weights from {initial}")
         for note in (precision_note(config.precision, device), *rounding_warnings(config)):
@@ -327,7 +387,9 @@ def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") 
         engine = build_engine(inputs, ranks, device, initial)
         checkpoints = Checkpoints(directory.checkpoints, Retention.of(config.checkpoint), ranks, report.say)
         state = TrainState() if resumed_from is None else checkpoints.load(resumed_from, engine)
-        batches = stack.enter_context(loader(inputs, ranks, state))
+        receipt.state = state
+        batches = heeding(stack.enter_context(loader(inputs, ranks, state)), stop)
+        stopping = Stopping(stop, engine.sum_over_ranks)
         report.begins(attempt, state, resumed_from, inputs.order)
         jumped = None if resumed_from is None else jump(state.global_step, engine.learning_rate, schedule)
         if jumped is not None:
@@ -335,39 +397,72 @@ def train(config: RunConfig, path: Path, ranks: Ranks, *, resume: str = "auto") 
         if state.global_step >= schedule.max_steps:
             report.say(f"step {state.global_step}: schedule.max_steps = {schedule.max_steps} is reached")
 
+        def save(measured: Measured) -> None:
+            started = time.perf_counter()
+            checkpoints.save(engine, state, inputs.identity, measured)
+            receipt.save_seconds = time.perf_counter() - started
+            if stop.deadline is not None:
+                stop.deadline.measured_save(receipt.save_seconds)
+            report.saved(receipt.save_seconds, grace_seconds)
+
         stack.enter_context(one_ranks_fault())
-        while state.global_step < schedule.max_steps:
-            lr = learning_rate(state.global_step, schedule)
-            plan = BatchPlan.from_config(config, ranks.world_size, state.global_step)
-            with report.timed_step():
-                result = train_step(engine, batches, plan, lr, stop_wanted=stop.wanted())
-            state.advance(plan, result.tokens)
-            last = state.global_step == schedule.max_steps
-            report.step(
-                state, loss=result.loss, z_loss=result.z_loss, tokens=result.tokens, lr=lr, grad_norm=result.grad_norm,
-                loss_scale=result.loss_scale, overflowed=result.overflowed, skipped_steps=engine.skipped_steps,
-            )  # fmt: skip
-            heldout_loss = None
-            if due(state, config.evaluation.every_steps) or last:
-                scores = heldout_scores(engine, inputs, ranks)
-                report.scores(state, scores)
-                heldout_loss = scores["all"].loss
-            if due(state, config.checkpoint.every_steps) or last or result.stop_wanted:
-                measured = Measured(result.loss, result.grad_norm, result.overflowed, heldout_loss)
-                checkpoints.save(engine, state, inputs.identity, measured)
-            if result.stop_wanted and not last:
-                report.ends("stopped", state, f"stopped by {stop.reason}; the same command resumes")
-                return "stopped"
+        first_step = state.global_step
+        unsaved: Measured | None = None  # of the last whole step, as long as no checkpoint has it
+        try:
+            if resumed_from is not None and lacks_evaluation(resumed_from, state, config):
+                report.scores(state, heldout_scores(engine, inputs, ranks, stopping))
+            while state.global_step < schedule.max_steps:
+                lr = learning_rate(state.global_step, schedule)
+                plan = BatchPlan.from_config(config, ranks.world_size, state.global_step)
+                with report.timed_step():
+                    result = train_step(engine, batches, plan, lr, stopping=stopping)
+                state.advance(plan, result.tokens)
+                last = state.global_step == schedule.max_steps
+                report.step(
+                    state, loss=result.loss, z_loss=result.z_loss, tokens=result.tokens, lr=lr,
+                    grad_norm=result.grad_norm, loss_scale=result.loss_scale, overflowed=result.overflowed,
+                    skipped_steps=engine.skipped_steps,
+                )  # fmt: skip
+                unsaved = Measured(result.loss, result.grad_norm, result.overflowed)
+                if stop.deadline is not None:
+                    stop.deadline.measured_step(report.step_seconds)
+                if result.stop_wanted and not last:
+                    raise StopAgreedError
+                if due(state, config.evaluation.every_steps) or last:
+                    scores = heldout_scores(engine, inputs, ranks, stopping)
+                    report.scores(state, scores)
+                    unsaved = replace(unsaved, heldout_loss=scores["all"].loss)
+                if due(state, config.checkpoint.every_steps) or last:
+                    save(unsaved)
+                    unsaved = None
+        except StopAgreedError:
+            reason = first_reason(ranks.gather(stop.reason))
+            if unsaved is not None:
+                save(unsaved)
+            when = " before a step was made" if state.global_step == first_step else ""
+            report.ends("stopped", state, f"stopped by {reason}{when}; resume with {command}")
+            receipt.write("stopped", reason)
+            return "stopped"
         report.ends("finished", state, f"finished: {state.tokens_seen:,} tokens")
+        receipt.write("finished", None)
         return "finished"
+
+
+def lacks_evaluation(checkpoint: Path, state: TrainState, config: RunConfig) -> bool:
+    """Whether the run was stopped in the evaluation that was due behind this checkpoint's step."""
+    wanted = due(state, config.evaluation.every_steps) or state.global_step >= config.schedule.max_steps
+    return wanted and measured_at(checkpoint).get("heldout_loss", 0.0) is None
 
 
 def due(state: TrainState, every_steps: int) -> bool:
     return state.global_step % every_steps == 0
 
 
-def heldout_scores(engine: TrainingEngine, inputs: Inputs, ranks: Ranks) -> dict[str, Score]:
-    """The validation split of every source, scored by all ranks together."""
+def heldout_scores(
+    engine: TrainingEngine, inputs: Inputs, ranks: Ranks, stopping: Stopping | None = None
+) -> dict[str, Score]:
+    """The validation split of every source, scored by all ranks together. StopAgreedError: one wants to stop."""
+    poll = Poll(stopping or Stopping(None, engine.sum_over_ranks))
     return evaluate(
         engine.forward_only,
         {name: source.splits["validation"] for name, source in inputs.collection.sources.items()},
@@ -379,6 +474,7 @@ def heldout_scores(engine: TrainingEngine, inputs: Inputs, ranks: Ranks) -> dict
         isolated=isolates_documents(inputs.config.data.packing),
         ranks=ranks,
         device=engine.device,
+        on_tokens=lambda done, total: poll(),
     )
 
 

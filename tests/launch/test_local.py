@@ -15,17 +15,19 @@ import pytest
 
 from launch.demo import Demo
 from launch.local import (
+    End,
     Launch,
     LaunchError,
     added_environment,
     devices,
     free_port,
     narrow,
+    newest_attempt,
     oom_killer,
     oom_kills,
+    read_receipts,
     read_status,
     run,
-    verdict,
     visible_gpus,
 )
 
@@ -152,21 +154,52 @@ def test_ports_are_free_and_not_of_those_the_system_hands_out(tmp_path, monkeypa
     assert 0 < free_port() < 65536  # where there is no room below
 
 
+WELL = {"state": "stopped"}, {"state": "finished"}
+DIED = "a rank died: nothing was left by rank {}"
+
+
 @pytest.mark.parametrize(
-    "code, before, status, expected",
+    "code, receipts, asked, expected, says",
     [
-        (0, 0, {"state": "finished", "attempt": 1}, 0),
-        (1, 0, {"state": "stopped", "attempt": 1}, 0),  # the launcher calls a stop by signal a failure
-        (0, 0, {"state": "running", "attempt": 1}, 1),  # and the death of a rank by signal a success
-        (0, 0, {}, 1),
-        (0, 1, {"state": "finished", "attempt": 1}, 1),  # an older attempt's end
-        (7, 0, {"state": "running", "attempt": 1}, 7),
-        (-9, 0, {"state": "running", "attempt": 1}, 1),
+        (0, {0: WELL[1], 1: WELL[1]}, 0, 0, ""),
+        (1, {0: WELL[0], 1: WELL[0]}, 1, 0, ""),  # the launcher calls a stop by signal a failure
+        (0, {0: WELL[1]}, 0, 1, DIED.format("1")),  # and the death of a rank by signal a success
+        (0, {1: WELL[1]}, 1, 1, DIED.format("0")),
+        (7, {}, 0, 7, DIED.format("0 and 1")),
+        (-9, {}, 2, 1, DIED.format("0 and 1")),
+        (1, {0: WELL[0], 1: {"state": "failed"}}, 0, 1, "rank 1 failed"),
+        (1, {0: WELL[0], 1: {}}, 0, 1, "rank 1 failed"),
     ],
 )
-def test_the_truth_is_what_the_first_rank_wrote(code, before, status, expected, capsys):
-    assert verdict(code, before, status, Path("runs/x")) == expected
-    assert (capsys.readouterr().err == "") is (expected == 0)
+def test_the_truth_is_what_every_rank_left(code, receipts, asked, expected, says, capsys):
+    end = End(code=code, began=True, asked=asked, receipts=receipts)
+    assert end.verdict(Launch((), {}, Path("runs/x"), 2, {}), {"state": "running", "attempt": 1}) == expected
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked, expected", [(0, 1), (1, 0), (2, 1)])
+def test_asked_to_stop_before_it_began_it_has_not_failed(asked, expected, capsys):
+    end = End(code=-15, began=False, asked=asked, receipts={})
+    assert end.verdict(Launch((), {}, Path("runs/x"), 2, {}), {}) == expected
+    assert ("stopped before it began" if asked == 1 else "before its first step") in capsys.readouterr().err
+
+
+def test_receipts_of_other_attempts_and_what_is_none_do_not_count(tmp_path):
+    assert read_receipts(tmp_path, newer_than=0) == {}
+    (tmp_path / "receipts").mkdir()
+    contents = ['{"attempt": 3, "rank": 0}', '{"attempt": 2, "rank": 1}', "{", "[]", '{"attempt": "3", "rank": 4}']
+    for number, content in enumerate(contents):
+        (tmp_path / "receipts" / f"rank-{number:05d}.json").write_text(content)
+    assert read_receipts(tmp_path, newer_than=1) == {0: {"attempt": 3, "rank": 0}}
+    assert read_receipts(tmp_path, newer_than=3) == {}
+
+
+def test_an_attempt_has_begun_when_it_is_recorded(tmp_path):
+    assert newest_attempt(tmp_path) == 0
+    (tmp_path / "environment.json").write_text("{")
+    assert newest_attempt(tmp_path) == 0
+    (tmp_path / "environment.json").write_text('{"attempts": [{}, {}]}')
+    assert newest_attempt(tmp_path) == 2
 
 
 @pytest.mark.parametrize(
@@ -193,7 +226,8 @@ def test_the_kernels_oom_killer_is_named_where_its_count_grew(tmp_path, group, n
     assert ("this machine" in killer) is ("vmstat" in name)
     status = {"state": "running", "attempt": 1}
     for told in (killer, None):
-        assert verdict(-9, 0, status, Path("runs/x"), told) == 1
+        end = End(code=-9, began=True, asked=0, receipts={}, killer=told)
+        assert end.verdict(Launch((), {}, Path("runs/x"), 1, {}), status) == 1
         errors = capsys.readouterr().err
         assert ("Meanwhile the kernel ended a process of " in errors) is (told is not None)
         assert errors.count("\n") == 1
@@ -214,23 +248,30 @@ def test_a_damaged_status_is_an_error(tmp_path):
 
 
 # A launcher that dies at once on SIGTERM, as DeepSpeed's runner does, and a rank that saves first and then stops: by
-# the stop file once it has begun, by SIGTERM before.
+# the stop file once it has begun; by SIGTERM before, and then it leaves nothing.
 RANK = """
 import json, pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
+begun = len(sys.argv) == 2
+def write(name, content):
+    part = folder / "part"
+    part.write_text(json.dumps(content))
+    part.replace(folder / name)
 def say(state):
-    part = folder / "status.part"
-    part.write_text(json.dumps({"state": state, "attempt": 1}))
-    part.replace(folder / "status.json")
+    write("status.json", {"state": state, "attempt": 1})
 def stop(*_):
     (folder / "saving").touch()
     time.sleep(0.5)
-    say("stopped")
+    if begun:
+        say("stopped")
+        (folder / "receipts").mkdir()
+        write("receipts/rank-00000.json", {"attempt": 1, "rank": 0, "state": "stopped"})
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
 (folder / "ready").touch()
-if len(sys.argv) == 2:
+if begun:
     say("running")
+    write("environment.json", {"attempts": [{}]})
 while not (folder / "stop").exists():
     time.sleep(0.05)
 stop()
@@ -291,23 +332,24 @@ def call(tmp_path):
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_signal_lets_the_ranks_save_and_leaves_no_orphans(tmp_path, call, number, begun):
     caller = call(LAUNCHER, RANK if begun else RANK.replace("len(sys.argv) == 2", "False"))
-    wait_for((tmp_path / ("status.json" if begun else "ready")).exists)
+    wait_for((tmp_path / ("environment.json" if begun else "ready")).exists)
     wait_for(lambda: listens(caller))
     caller.send_signal(number)
     assert caller.wait() == 0, caller.stderr.read()
     assert (tmp_path / "stop").exists() is begun
-    assert read_status(tmp_path)["state"] == "stopped"
+    assert (tmp_path / "saving").exists()
+    assert read_status(tmp_path).get("state") == ("stopped" if begun else None)
     assert marked(tmp_path) == []
 
 
 def test_a_second_signal_ends_everything_at_once(tmp_path, call):
     """At once: the rank would take an hour to save."""
     caller = call(LAUNCHER, RANK.replace("time.sleep(0.5)", "time.sleep(3600)"))
-    wait_for((tmp_path / "status.json").exists)
+    wait_for((tmp_path / "environment.json").exists)
     wait_for(lambda: listens(caller))
     caller.terminate()
     wait_for((tmp_path / "saving").exists)
@@ -319,7 +361,9 @@ def test_a_second_signal_ends_everything_at_once(tmp_path, call):
 
 def test_a_rank_killed_by_a_signal_is_a_failure_even_if_the_launcher_says_zero(tmp_path, capfd):
     status = json.dumps({"state": "running", "attempt": 1, "global_step": 3, "max_steps": 9})
-    rank = f"import os, pathlib; pathlib.Path('status.json').write_text({status!r}); os.kill(os.getpid(), 9)"
+    attempts = json.dumps({"attempts": [{}]})
+    files = {"status.json": status, "environment.json": attempts}
+    rank = f"import os, pathlib; [pathlib.Path(n).write_text(c) for n, c in {files!r}.items()]; os.kill(os.getpid(), 9)"
     launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], cwd=sys.argv[2])"
     argv = (sys.executable, "-c", launcher, rank, str(tmp_path))
     assert run(Launch(argv, {}, tmp_path, 1, {}), os.environ) == 1

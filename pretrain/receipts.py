@@ -1,0 +1,57 @@
+"""What each rank leaves behind in RUN/receipts: how it ended, and how to go on.
+
+A launcher's exit code says little (DeepSpeed's loses those of signals, and kills what takes long): a run has ended well
+where every rank of its last attempt says so here. A rank that was killed leaves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pretrain.run_directory import RunDirectory, now, write_text
+
+if TYPE_CHECKING:
+    from pretrain.checkpoint import TrainState
+
+
+@dataclass
+class Receipt:
+    """The receipt of one rank of one attempt."""
+
+    directory: RunDirectory
+    attempt: int
+    rank: int
+    world_size: int
+    resume: str  # the command that goes on
+    state: TrainState | None = None  # what the run counts; the loop changes it
+    save_seconds: float | None = None  # of the last checkpoint
+
+    def write(self, state: Literal["stopped", "finished", "failed"], reason: str | None) -> None:
+        """`reason`: what it was stopped by, or what failed. OSError where it cannot be written."""
+        record = {
+            "attempt": self.attempt,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "state": state,
+            "global_step": None if self.state is None else self.state.global_step,
+            "reason": reason,
+            "resume": None if state == "finished" else self.resume,
+            "save_seconds": self.save_seconds,
+            "at": now(),
+        }
+        self.directory.receipts.mkdir(exist_ok=True)
+        write_text(self.directory.receipts / f"rank-{self.rank:05d}.json", json.dumps(record) + "\n")
+
+    @contextmanager
+    def of_failure(self) -> Iterator[None]:
+        """Leave a receipt of what is raised inside."""
+        try:
+            yield
+        except BaseException as error:
+            with suppress(OSError):  # a full disk, most likely: then what is raised has said so
+                self.write("failed", " ".join(f"{type(error).__name__}: {error}".split()))
+            raise

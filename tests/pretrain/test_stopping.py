@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,8 +21,12 @@ import torch
 
 import pretrain.stopping
 import pretrain.train
+from data_pipeline.loader import Loader
 from pretrain.batching import BatchPlan
+from pretrain.checkpoint import Checkpoints, list_checkpoints, verify
+from pretrain.config import parse_recipe
 from pretrain.engine import TrainingEngine, process_group, resolve
+from pretrain.metrics import read_metrics
 from pretrain.runtime import Ranks
 from pretrain.stopping import (
     Deadline,
@@ -29,8 +40,8 @@ from pretrain.stopping import (
 )
 from pretrain.train import train_step
 from tests.pretrain.test_accumulation import build_model, config_of, micro_batches
-from tests.pretrain.test_resume import tensors_of
-from tests.ranks import run_ranks
+from tests.pretrain.test_resume import assert_same_checkpoint, tensors_of
+from tests.ranks import root, run_ranks
 
 Tables = Callable[..., dict[str, Any]]
 
@@ -96,6 +107,36 @@ def test_whoever_waits_for_data_asks_itself(tmp_path: Path) -> None:
     assert [next(batches), next(batches)] == [1, 2], "what is there is given out, wish or not"
     with pytest.raises(StopWantedError):
         next(batches)
+
+
+# What a run does until its ranks have met, and then.
+WAITING = """
+import pathlib, sys, time
+from pretrain.stopping import StopRequest
+stop = StopRequest(pathlib.Path("nowhere"))
+stop.install()
+if sys.argv[1] == "together":
+    stop.begin()
+print("ready", flush=True)
+while not stop.wanted():
+    time.sleep(0.01 if sys.argv[1] == "together" else 3600)
+sys.exit(f"noted {stop.reason}")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_before_the_ranks_have_met_a_signal_ends_the_process_then_it_is_noted(number: signal.Signals) -> None:
+    for phase, code, says in (
+        ("alone", 0, f"stopped by {number.name} before the run began\n"),
+        ("together", 1, f"noted {number.name}\n"),
+    ):
+        argv = [sys.executable, "-c", WAITING, phase]
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root())
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        _, errors = process.communicate()
+        assert (process.returncode, errors) == (code, says)
 
 
 # ---------------------------------------------------------------- the agreement of all
@@ -207,3 +248,111 @@ def test_a_dropped_accumulation_leaves_the_last_whole_step(tmp_path: Path) -> No
         dropped, whole = tmp_path / str(number) / "dropped", tmp_path / str(number) / "whole"
         assert_same_files(dropped / "first", dropped / "behind", kind)
         assert_same_files(dropped / "second", whole / "second", kind)
+
+
+# ---------------------------------------------------------------- whole runs, real signals, every phase
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where one rank is asked to stop: within the nth call of a method, which every rank calls equally often."""
+
+    owner: type
+    method: str
+    call: int
+    rank: int
+    way: signal.Signals | None  # None: the stop file
+    step: int  # the last whole one then
+    reason: str
+
+
+MOMENTS = {  # of four steps with four micro-steps each, evaluated behind 2 and 4, saved behind 3 and 4
+    "the first accumulation": Moment(TrainingEngine, "forward", 2, 1, signal.SIGTERM, 0, "SIGTERM on rank 1"),
+    "an accumulation": Moment(TrainingEngine, "forward", 11, 1, signal.SIGUSR1, 2, "SIGUSR1 on rank 1"),
+    "an evaluation": Moment(TrainingEngine, "forward_only", 3, 0, signal.SIGINT, 2, "SIGINT"),
+    "a save": Moment(Checkpoints, "save", 1, 1, signal.SIGTERM, 3, "SIGTERM on rank 1"),
+    "waiting for data": Moment(Loader, "ready", 10, 1, signal.SIGTERM, 2, "SIGTERM on rank 1"),
+    "the last evaluation": Moment(TrainingEngine, "forward_only", 19, 0, None, 4, "the file {}/stop"),
+}
+
+
+@contextmanager
+def asked_at(moment: Moment, ranks: Ranks, path: Path) -> Iterator[None]:
+    original, calls = getattr(moment.owner, moment.method), 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == moment.call and ranks.rank == moment.rank:
+            if moment.way is None:
+                (path / "stop").touch()
+            else:
+                os.kill(os.getpid(), moment.way)
+        if moment.owner is Loader and calls >= moment.call and ranks.rank == moment.rank:
+            return False  # nothing comes any more
+        return original(*arguments)
+
+    with mock.patch.object(moment.owner, moment.method, counted):
+        yield
+
+
+def phases_case(ranks: Ranks, tables: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
+    """A run that is never asked to stop, and one for each moment: how they end, and how when they are started again."""
+    config, found = parse_recipe(tables), []
+    with (
+        process_group(torch.device("cpu")),  # DeepSpeed can't be started twice in a process: one for all runs
+        mock.patch.object(pretrain.train, "process_group", return_value=nullcontext()),
+        mock.patch.object(pretrain.stopping, "POLL_SECONDS", 0.0),
+        mock.patch.object(pretrain.stopping, "WAIT_SECONDS", 0.01),
+    ):
+        pretrain.train.train(config, folder / "whole", ranks)
+        for name, moment in MOMENTS.items():
+            path = folder / name
+            with asked_at(moment, ranks, path):
+                first = pretrain.train.train(config, path, ranks, command="do it again")
+            ranks.barrier()
+            if ranks.is_first:
+                shutil.copytree(path, folder / f"{name}, stopped")
+            ranks.barrier()
+            found.append((first, pretrain.train.train(config, path, ranks)))
+    return found
+
+
+def receipts(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(receipt.read_text()) for receipt in sorted((path / "receipts").iterdir())]
+
+
+def test_asked_in_any_phase_all_ranks_stop_behind_the_last_whole_step(tiny_recipe: Tables, tmp_path: Path) -> None:
+    tables = tiny_recipe(
+        batch={"micro_batch_size": 1},
+        schedule={"max_steps": 4},
+        evaluation={"every_steps": 2},
+        checkpoint={"every_steps": 3, "keep_last": 9},
+    )
+    ended = run_ranks(2, phases_case, tables, tmp_path)
+    assert ended == [[("stopped", "finished")] * len(MOMENTS)] * 2
+    (*_, last) = list_checkpoints(tmp_path / "whole" / "checkpoints")
+    measured = {kind: figures(tmp_path / "whole", kind) for kind in ("train", "evaluation")}
+    assert [len(records) for records in measured.values()] == [4, 6]
+    for name, moment in MOMENTS.items():
+        stopped, resumed = tmp_path / f"{name}, stopped", tmp_path / name
+        checkpoints = list_checkpoints(stopped / "checkpoints")
+        assert [path.name for path in checkpoints][-1:] == ([f"step-{moment.step:08d}"] if moment.step else []), name
+        for path in checkpoints:
+            verify(path)
+        for rank, receipt in enumerate(receipts(stopped)):
+            told = {"rank": rank, "world_size": 2, "attempt": 1, "state": "stopped", "resume": "do it again"}
+            told |= {"global_step": moment.step, "reason": moment.reason.format(resumed)}
+            assert receipt == {**receipt, **told}, name
+        assert [receipt["state"] for receipt in receipts(resumed)] == ["finished"] * 2
+        assert {kind: figures(resumed, kind) for kind in measured} == measured, name
+        (*_, end) = list_checkpoints(resumed / "checkpoints")
+        if name == "the last evaluation":  # that it knows no held-out loss is the one difference
+            assert_same_files(last / "engine", end / "engine", name)
+        else:
+            assert_same_checkpoint(last, end)
+
+
+def figures(path: Path, kind: str) -> list[tuple[Any, ...]]:
+    records = read_metrics(path / "metrics.jsonl", kind)
+    return [(record["step"], record.get("source"), record["loss"], record.get("grad_norm")) for record in records]

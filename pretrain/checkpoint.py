@@ -59,6 +59,8 @@ if TYPE_CHECKING:
 FORMAT = "zerohalf-checkpoint"
 FORMAT_VERSION = 1
 
+SPREAD = ("world_size", "zero_stage")  # of a run's identity: how its state is spread, not what it is
+
 _STEP = re.compile(r"step-\d{8,}")
 
 
@@ -175,17 +177,23 @@ class Checkpoints:
                 remove(path)
 
     def load(self, path: Path, engine: TrainingEngine) -> TrainState:
-        """Put a checkpoint of this run (see `choose`) into the engine, and return the state it describes."""
+        """Put a checkpoint of this run (see `choose`) into the engine, and return the state it describes.
+
+        One of other ranks or another ZeRO stage is converted, and that is said.
+        """
         with one_ranks_fault():  # each reads files of its own
             try:
-                engine.load(path / "engine")
-                torch.set_rng_state(torch.load(path / f"rng-{self.ranks.rank:05d}.pt", weights_only=True))
+                written = engine.load(path / "engine")
+                if written is None or self.ranks.rank < written.world_size:
+                    torch.set_rng_state(torch.load(path / f"rng-{self.ranks.rank:05d}.pt", weights_only=True))
             except pickle.UnpicklingError as error:
                 name = re.search(r"GLOBAL (\S+)", str(error))
                 raise CheckpointError(
                     f"{path} holds {name[1] if name else 'something'}, which is neither a tensor nor a number and "
                     "could run when it is loaded: it was not; take a checkpoint that a run of this program wrote"
                 ) from None
+        if written is not None:
+            self.say(f"{path} was written by {written}: converted for {engine.layout()}")
         return TrainState.of(path)
 
 
@@ -283,7 +291,7 @@ def refuse_other_run(path: Path, identity: Mapping[str, Any]) -> None:
     """Raises CheckpointError, in one line, where a checkpoint's identity is not this run's.
 
     Stages of the mixture and parts of the batch ramp that have not begun yet may differ: what has been read, step by
-    step, is the same.
+    step, is the same. Ranks and ZeRO stage may differ: `Checkpoints.load` converts.
     """
     stored = _read_json(path / "state.json")
     line = difference(stored["order"], identity["order"], consumed_samples=stored["consumed_samples"])
@@ -292,7 +300,7 @@ def refuse_other_run(path: Path, identity: Mapping[str, Any]) -> None:
     _refuse_other_steps(path, stored, identity)
     stored, identity = with_defaults(stored), with_defaults(identity)
     for name, value in identity.items():
-        if name in ("order", "global_batch_size", "batch_ramp"):
+        if name in ("order", "global_batch_size", "batch_ramp", *SPREAD):
             continue
         earlier = stored[name]
         if earlier == value:
@@ -300,12 +308,19 @@ def refuse_other_run(path: Path, identity: Mapping[str, Any]) -> None:
         if isinstance(value, dict):
             key = next(key for key in {**earlier, **value} if earlier.get(key) != value.get(key))
             name, earlier, value = f"{name}.{key}", earlier.get(key), value.get(key)
-        remedy = f"start it with --ranks {earlier}" if name == "world_size" else f"resume with the same {name}"
+        remedy = f"resume with the same {name}"
         if name == "precision.compute":  # "auto" is another one on another device
             remedy = f'resume with precision.compute = "{earlier}"'
         raise CheckpointError(
             f"{path} was written with {name} = {earlier}, this run has {value}: {remedy}, or choose another --run"
         )
+
+
+def converted_from(path: Path, identity: Mapping[str, Any]) -> dict[str, int] | None:
+    """The ranks and the ZeRO stage that wrote a checkpoint, where one of them is not this run's."""
+    stored = _read_json(path / "state.json")
+    same = all(stored[name] == identity[name] for name in SPREAD)
+    return None if same else {name: stored[name] for name in SPREAD}
 
 
 def with_defaults(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,8 +55,17 @@ def dequantize(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     return values.mul_(scales.repeat_interleave(BLOCK)[: len(codes)])
 
 
+def decoded(codes: Tensor, scales: Tensor, here: slice, *, signed: bool) -> Tensor:
+    """Some of what `dequantize` gives for a whole partition."""
+    blocks = torch.arange(here.start, here.stop, device=codes.device) // BLOCK
+    return levels(signed, codes.device)[codes[here].int()].mul_(scales[blocks])
+
+
 class EightBitAdamW(PiecewiseAdamW):
-    """PiecewiseAdamW with 8-bit moments for the groups marked "hidden"."""
+    """PiecewiseAdamW with 8-bit moments for the groups marked "hidden".
+
+    Moments that come from other partitions (elastic.py) stand in the state in fp32 until the first update.
+    """
 
     def new_moments(self, weights: Tensor, group: Group) -> State:
         if not group.get("hidden"):
@@ -73,12 +82,18 @@ class EightBitAdamW(PiecewiseAdamW):
             return
         step, lr, decay = int(state["step"]), group["lr"], group["weight_decay"]
         add, size = self.adder(weights.device, state), PIECE[weights.device.type]
+        came = [state.pop(name).view(-1) for name in ("exp_avg", "exp_avg_sq") if name in state]
+        if came:
+            state.update(self.new_moments(weights, group))
         flat, gradient, lost = weights.view(-1), gradient.view(-1), state.get("lost", weights).view(-1)
         for low in range(0, len(flat), size):
             here, blocks = slice(low, low + size), slice(low // BLOCK, (low + size) // BLOCK)
             m_codes, m_scales = state["exp_avg_codes"][here], state["exp_avg_scales"][blocks]
             v_codes, v_scales = state["exp_avg_sq_codes"][here], state["exp_avg_sq_scales"][blocks]
-            m, v = dequantize(m_codes, m_scales, True), dequantize(v_codes, v_scales, False)
+            if came:
+                m, v = (moment[here].to(weights.device, copy=True) for moment in came)
+            else:
+                m, v = dequantize(m_codes, m_scales, True), dequantize(v_codes, v_scales, False)
             update = direction(gradient[here], m, v, step, group["betas"], group["eps"])
             m_codes[:], m_scales[:] = quantize(m, True)
             v_codes[:], v_scales[:] = quantize(v, False)

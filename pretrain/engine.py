@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from model.loss import LossSum
     from model.transformer import Transformer
+    from pretrain.elastic import Layout
     from pretrain.muon import Matrix
     from pretrain.runtime import Ranks
 
@@ -458,6 +459,8 @@ class TrainingEngine:
         # ZeRO-0 in bf16 takes a step on zero gradients to make its state: at rate 0 that decays no weight, and with the
         # state cleared, AdamW's step count begins at 1 (else the first update is a quarter too small).
         optimizer = build_optimizer(model, config, initial_lr=0.0, rank=ranks.rank, world_size=ranks.world_size)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self._sizes = {names[p]: p.numel() for group in optimizer.param_groups for p in group["params"]}
         # Of an optimizer that it has not tested DeepSpeed warns; ours are, in tests/pretrain/test_optimizer.py.
         ZERO_SUPPORTED_OPTIMIZERS.append(type(optimizer))
         self._engine, *_ = deepspeed.initialize(
@@ -629,8 +632,9 @@ class TrainingEngine:
         """Write DeepSpeed's own files of all ranks below `folder`."""
         self._engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
 
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote, by as many ranks under the same ZeRO stage.
+    def load(self, folder: Path) -> Layout | None:
+        """Read what `save` wrote. Where that lies otherwise here (other ranks, another stage), it is spread anew, and
+        the layout of the files is returned.
 
         Weight decay, betas, eps and the kernel stay those of this run, though the files have them too.
         pickle.UnpicklingError where a file holds anything but tensors, numbers and a few classes of DeepSpeed's.
@@ -640,17 +644,78 @@ class TrainingEngine:
         from deepspeed.utils.tensor_fragment import fragment_address
         from torch.serialization import safe_globals
 
+        from pretrain.elastic import saved_layout
+
+        # DeepSpeed would unpickle whatever stands in a file. These classes of its own are all that its files need.
+        with safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
+            saved, own = saved_layout(folder, _map_tensors, self._sizes), self.layout()
+            if saved != own:
+                self._load_otherwise(folder, saved, own)
+                return saved
+            self._load_same(folder)
+        return None
+
+    def _load_same(self, folder: Path) -> None:
         names = {"weight_decay", "betas", "eps", "fused"}
         groups = self._engine.optimizer.param_groups
         settings = [{name: group[name] for name in names & group.keys()} for group in groups]
-        # DeepSpeed would unpickle whatever stands in a file. These classes of its own are all that its files need.
         self._engine.checkpoint_engine.load = _load_tensors
-        with safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
-            loaded, _ = self._engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        loaded, _ = self._engine.load_checkpoint(str(folder.parent), tag=folder.name)
         if loaded is None:
             raise RuntimeError(f"DeepSpeed loaded nothing from {folder}")
         for group, ours in zip(self._engine.optimizer.param_groups, settings, strict=True):
             group.update(ours)
+
+    def layout(self) -> Layout:
+        """How masters and states are spread over the ranks here."""
+        from pretrain.elastic import Layout, partitions_of
+
+        whole = tuple(((name, size),) for name, size in self._sizes.items())
+        partitions = whole if self.zero_stage == 0 else partitions_of(self._engine._get_zero_param_shapes())
+        return Layout(self.zero_stage, self.ranks.world_size, partitions, bool(self._engine.zero_parameter_alignment()))
+
+    def _load_otherwise(self, folder: Path, saved: Layout, own: Layout) -> None:
+        """Fill masters and states, then what DeepSpeed derives from them, then its counts."""
+        from pretrain.elastic import SCALER, SavedState, fill, model_file, places
+
+        state = SavedState(folder, saved, _map_tensors)
+        zero = self._engine.optimizer
+        optimizer = getattr(zero, "optimizer", zero)
+        if self.zero_stage == 3:
+            zero.checkpoint_event_prologue()
+        held = self._partitions()
+        gaps = getattr(zero, "round_robin_bit16_padding", [[0] * len(partition) for partition in own.partitions])
+        rank = self.ranks.rank if self.zero_stage else 0  # under ZeRO-0 all ranks have the same
+        fused = bool(optimizer.defaults.get("fused"))
+        for number, where in enumerate(places(own, [weights.numel() for weights in held], gaps)):
+            optimizer.state[held[number]] = fill(state, where, rank, held[number], number, fused=fused)
+        for name in SCALER:
+            if name in state.scaler and hasattr(zero, name):
+                setattr(zero, name, state.scaler[name])
+        self.set_learning_rate(state.lr)
+        if self.zero_stage == 3:
+            same = {**{name: getattr(zero, name) for name in SCALER}, "fp32_flat_groups": held}
+            zero.load_state_dict({self.ranks.rank: same}, load_optimizer_states=False)
+            zero.checkpoint_event_epilogue()
+        elif self.zero_stage:
+            zero.update_lp_params()
+        elif not self._unpartitioned:
+            for weight, master in zip(itertools.chain(*zero.fp16_groups), held, strict=True):
+                weight.data.copy_(master.data)
+        header = _map_tensors(model_file(folder))
+        for count in ("global_steps", "global_samples", "skipped_steps"):
+            setattr(self._engine, count, header[count])
+
+    def _partitions(self) -> list[Tensor]:
+        """This rank's masters: its flat partitions or, under ZeRO-0, one a parameter."""
+        zero = self._engine.optimizer
+        if self.zero_stage == 0:
+            groups = getattr(zero, "optimizer", zero).param_groups
+            return [master for group in groups for master in group["params"]]
+        if self.zero_stage == 3:
+            return list(zero.fp32_partitioned_groups_flat)
+        in_bf16 = hasattr(zero, "bf16_groups")  # ZeRO-1 with sums in fp32
+        return list(zero.fp32_groups_flat_partition if in_bf16 else zero.single_partition_of_fp32_groups)
 
     def gather_weights(self) -> dict[str, Tensor]:
         """On the first rank, a copy of all weights on the CPU in the compute dtype, tied ones once; else empty."""
@@ -670,3 +735,10 @@ def _load_tensors(path: str, map_location: Any = None) -> Any:
     import torch
 
     return torch.load(path, map_location=map_location, weights_only=True)
+
+
+def _map_tensors(path: Path) -> Any:
+    """A file of a checkpoint, without running anything that is in it; tensors are read from it where they are used."""
+    import torch
+
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)

@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.checkpoint import choose, clear_leftovers, find, list_checkpoints, load_model, run_of, verify
+from pretrain.checkpoint import (
+    choose,
+    clear_leftovers,
+    converted_from,
+    find,
+    list_checkpoints,
+    load_model,
+    run_of,
+    verify,
+)
 from pretrain.config import parse_recipe
 from pretrain.run_directory import CheckpointError, RunDirectory, RunDirectoryError
 from pretrain.runtime import Ranks
@@ -134,11 +143,10 @@ def test_what_a_kill_left_is_no_checkpoint_and_is_cleared(run: tuple[Path, dict[
     "changes, world_size, message",
     [
         ({"batch": {"global_batch_size": 16}}, 1, "global_batch_size = 8, this run has 16"),
-        ({}, 2, "world_size = 1, this run has 2: start it with --ranks 1"),
-        ({"deepspeed": {"config": "ds_configs/zero1.json"}}, 1, "zero_stage = 2, this run has 1"),
-        ({"precision": {"master": "bf16"}}, 1, "precision.master = fp32, this run has bf16"),
+        ({"precision": {"master": "bf16"}}, 2, "precision.master = fp32, this run has bf16"),
+        ({"optimizer": {"name": "muon"}}, 2, "optimizer.name = adamw, this run has muon"),
         ({"model": {"d_ff": 512}}, 1, "model.d_ff = 256, this run has 512"),
-        ({"model": {"seq_len": 32}}, 1, "seq_len was 64 and is now 32"),
+        ({"model": {"seq_len": 32}}, 2, "seq_len was 64 and is now 32"),
     ],
 )
 def test_another_run_is_refused_by_name(
@@ -148,6 +156,15 @@ def test_another_run_is_refused_by_name(
     changed = {**tables, **{name: {**tables.get(name, {}), **values} for name, values in changes.items()}}
     with pytest.raises(CheckpointError, match=re.escape(message)):
         choose(path / "checkpoints", "auto", identity(changed, world_size))
+
+
+def test_other_ranks_and_another_stage_are_the_same_run(run: tuple[Path, dict[str, Any]]) -> None:
+    path, tables = run
+    newest = path / "checkpoints" / "step-00000008"
+    other = {**tables, "deepspeed": {"config": "ds_configs/zero3.json"}}
+    assert choose(path / "checkpoints", "auto", identity(other, 2)) == newest
+    assert converted_from(newest, identity(other, 2)) == {"world_size": 1, "zero_stage": 2}
+    assert converted_from(newest, identity(tables)) is None
 
 
 def test_a_refused_resume_leaves_the_run_as_it_was(run: tuple[Path, dict[str, Any]]) -> None:

@@ -60,7 +60,8 @@ QUANTIZED_BLOCK = 256  # pretrain/eight_bit.py: moments of 8 bits that share an 
 class Part:
     """One kind of tensor a rank holds: its size in bytes, the formula it comes from, where and when it lives.
 
-    `static` says that it is the training state's: held between the engine's calls, however large a micro-batch is.
+    `static`: held between the engine's calls, however large a micro-batch is. `state`: of that the training state, so
+    weights, gradients and their sums, masters, moments and compensation; the rest are buckets and buffers.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Part:
     place: Place = "device"
     moments: tuple[Moment, ...] = MOMENTS
     static: bool = False
+    state: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,13 @@ class Budget:
 
     @property
     def static_bytes(self) -> int:
-        """Of the device: weights, gradients, masters, moments and what else is held between the engine's calls."""
+        """Of the device: the training state and what else is held between the engine's calls."""
         return sum(part.bytes for part in self.parts if part.static and part.place == "device")
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the device: the training state alone."""
+        return sum(part.bytes for part in self.parts if part.state and part.place == "device")
 
 
 Scene = Sequence[Part]
@@ -122,7 +129,7 @@ def budget(
     merged: dict[Part, list[Moment]] = {part: [] for part in resting}
     for moment, scenes in _scenes(engine, config, world_size, compute, device, later):
         for part in max(([*buffers, *engine.held(), *scene] for scene in scenes), key=_on_device):
-            known = part if part in resting else replace(part, static=False)
+            known = part if part in resting else replace(part, static=False, state=False)
             merged.setdefault(known, []).append(moment)
     return Budget(tuple(replace(part, moments=tuple(moments)) for part, moments in merged.items() if part.bytes))
 
@@ -360,22 +367,22 @@ class _Engine:
         f, place = self.f, self.state_place
         parts = []
         if masters:
-            parts.append(self._static("masters", f.master, f.partition, place))
+            parts.append(self._state("masters", f.master, f.partition, place))
         kept = {"muon": "momentum", "adamw8bit": "8-bit moments"}.get(f.optimizer) if f.hidden else None
         of_hidden = f.partitions[0] if kept else 0
-        parts.append(self._static("moments", 2 * f.moment, f.partition - of_hidden, place))
+        parts.append(self._state("moments", 2 * f.moment, f.partition - of_hidden, place))
         if kept == "momentum":
-            parts.append(self._static("momentum of hidden matrices", f.moment, of_hidden, place))
+            parts.append(self._state("momentum of hidden matrices", f.moment, of_hidden, place))
         elif kept:
             scales = 2 * 4 * -(-of_hidden // QUANTIZED_BLOCK)
             parts.append(
                 Part(
                     "8-bit moments of hidden matrices", 2 * of_hidden + scales, f"2·(1 + 4/{QUANTIZED_BLOCK})·p",
-                    place, static=True,
+                    place, static=True, state=True,
                 )
             )  # fmt: skip
         if f.compensated:
-            parts.append(self._static("compensation", f.master, f.partition, place))
+            parts.append(self._state("compensation", f.master, f.partition, place))
         return parts
 
     @property
@@ -401,6 +408,9 @@ class _Engine:
             )
         return parts
 
+    def _state(self, name: str, each: int, count: int, place: Place = "device", symbol: str = "p") -> Part:
+        return replace(self._static(name, each, count, place, symbol), state=True)
+
     def _static(self, name: str, each: int, count: int, place: Place = "device", symbol: str = "p") -> Part:
         return Part(name, each * count, f"{each}·{symbol}", place, static=True)
 
@@ -422,10 +432,10 @@ class _Replicated(_Engine):
         return self.f.weight == 4
 
     def held(self) -> list[Part]:
-        return [self._static("weights", self.f.weight, self.f.parameters, symbol="P"), *self.state(not self.in_place)]
+        return [self._state("weights", self.f.weight, self.f.parameters, symbol="P"), *self.state(not self.in_place)]
 
     def between_micro_steps(self) -> list[Part]:
-        return [self._static("gradients", self.f.weight, self.f.parameters, symbol="P")]
+        return [self._state("gradients", self.f.weight, self.f.parameters, symbol="P")]
 
     def growing(self, gradients: int, later: bool) -> list[Part]:
         if later:
@@ -451,13 +461,13 @@ class _Bf16(_Engine):
     def held(self) -> list[Part]:
         f, whole = self.f, self.f.partition * self.f.ranks
         return [
-            self._static("weights", f.weight, whole, symbol="Q"),
-            self._static("accumulation buffer", f.summed, whole, symbol="Q"),
+            self._state("weights", f.weight, whole, symbol="Q"),
+            self._state("accumulation buffer", f.summed, whole, symbol="Q"),
             *self.state(),
         ]
 
     def between_micro_steps(self) -> list[Part]:
-        return [self._static("gradients", self.f.weight, self.f.parameters, symbol="P")]
+        return [self._state("gradients", self.f.weight, self.f.parameters, symbol="P")]
 
     def growing(self, gradients: int, later: bool) -> list[Part]:
         if later:
@@ -496,7 +506,7 @@ class _Flat(_Engine):
 
     def held(self) -> list[Part]:
         f = self.f
-        parts = [self._static("weights", f.weight, f.partition * f.ranks, symbol="Q"), *self.state()]
+        parts = [self._state("weights", f.weight, f.partition * f.ranks, symbol="Q"), *self.state()]
         if self.state_place == "host":
             parts += [
                 self._static("gradients for the optimizer", f.master, f.partition, "host"),
@@ -510,16 +520,16 @@ class _Flat(_Engine):
         """Gradients behind a reduction."""
         f = self.f
         if self.compact:
-            return [self._static("gradients", f.summed, f.partition)]
+            return [self._state("gradients", f.summed, f.partition)]
         if self.state_place == "host" and (f.stage == 1 or not f.later):
             return []  # they are where the optimizer reads them
-        return [self._static("gradients", f.weight, f.owned, self.state_place, "s")]
+        return [self._state("gradients", f.weight, f.owned, self.state_place, "s")]
 
     def between_micro_steps(self) -> list[Part]:
         f = self.f
         if f.stage == 2:
             return self.sums()
-        return [self._static("gradients", f.summed, f.parameters, symbol="P"), *self.buckets(static=True)]
+        return [self._state("gradients", f.summed, f.parameters, symbol="P"), *self.buckets(static=True)]
 
     def buckets(self, static: bool = False) -> list[Part]:
         f = self.f
@@ -564,8 +574,8 @@ class _Flat(_Engine):
             own = [part for part in own if not part.name.startswith("bucket ")]
             return [[*earlier, *self.buckets(), *own, *alone, *cast, *copies]]
         scene = [
-            self._static("gradients", f.summed, f.parameters, symbol="P"), *self.buckets(True),
-            *(replace(part, name="gradients of this rank", static=False) for part in self.sums()),
+            self._state("gradients", f.summed, f.parameters, symbol="P"), *self.buckets(True),
+            *(replace(part, name="gradients of this rank", static=False, state=False) for part in self.sums()),
         ]  # fmt: skip
         if self.compact and f.sent != self.staged:
             most = max(f.largest if beyond else 0, min(f.bucket, f.parameters))
@@ -612,9 +622,9 @@ class _Partitioned(_Engine):
         f = self.f
         weights = f.place("offload_param")
         parts = [
-            self._static("weights", f.weight, f.partition, weights),
+            self._state("weights", f.weight, f.partition, weights),
             self._static("small parameters, whole", f.weight, self.persistent, symbol="K"),
-            self._static("gradients", f.summed, f.partition, self.state_place),
+            self._state("gradients", f.summed, f.partition, self.state_place),
             self._static("reduce bucket", f.sent, f.bucket, symbol="B"),
             *self.state(),
         ]

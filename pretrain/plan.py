@@ -38,12 +38,12 @@ class Row:
         head = {"stage": self.stage, "accumulate": self.accumulate, "configured": self.configured}
         if self.budget is None:
             return {**head, "refused": self.refused}
-        static = self.budget.static_bytes
         return {
             **head,
             "refused": None,
-            "static_bytes": static,
-            "bytes_per_parameter": static / parameters,
+            "state_bytes": self.budget.state_bytes,
+            "bytes_per_parameter": self.budget.state_bytes / parameters,
+            "static_bytes": self.budget.static_bytes,
             "peak_bytes": self.budget.peak_bytes(),
             "peak_moment": self.budget.peak_moment,
             "host_bytes": self.budget.peak_bytes("host"),
@@ -188,9 +188,8 @@ class Plan:
         peak = held.peak_moment
         sums = ", ".join(f"{moment}{'*' if moment == peak else ''} {held.at(moment) / unit:.3f}" for moment in MOMENTS)
         lines.append(f"  together: {sums}")
-        lines.append(
-            f"  * the peak, {show_size(held.peak_bytes())} in {peak}; {show_size(held.static_bytes)} of it static"
-        )
+        state, static = show_size(held.state_bytes), show_size(held.static_bytes)
+        lines.append(f"  * the peak, {show_size(held.peak_bytes())} in {peak}; training state {state}, static {static}")
         meant = "; ".join(f"{symbol} {meaning}" for symbol, meaning in symbols(held).items())
         lines += textwrap.wrap(f"in the formulas: {meant}", 118, initial_indent="  ", subsequent_indent="  ")
         return lines
@@ -204,18 +203,18 @@ class Plan:
         largest = max(row.budget.peak_bytes() for row in self.rows if row.budget is not None)
         unit, unit_name = (GB, "GB") if largest >= GB else (MB, "MB")
         lines = [
-            f"every stage, {unit_name} a rank: static (the training state), and the peak with all else",
-            "  ZeRO  sums in   static  bytes/parameter     peak  in",
+            f"every stage, {unit_name} a rank: the training state, with what else lives between steps, and at the peak",
+            "  ZeRO  sums in    state  bytes/parameter   static     peak  in",
         ]
         for row in self.rows:
             start = f"{'*' if row.configured else ' '} {row.stage:<5} {row.accumulate:<7}"
             if row.budget is None:
                 lines.append(f"{start}  refused: {row.refused}")
                 continue
-            static, peak = row.budget.static_bytes, row.budget.peak_bytes()
+            state, static, peak = row.budget.state_bytes, row.budget.static_bytes, row.budget.peak_bytes()
             lines.append(
-                f"{start}  {static / unit:7.2f}  {static / self.parameters:15.2f}  {peak / unit:7.2f}  "
-                f"{row.budget.peak_moment}"
+                f"{start}  {state / unit:7.2f}  {state / self.parameters:15.2f}  {static / unit:7.2f}  "
+                f"{peak / unit:7.2f}  {row.budget.peak_moment}"
             )
         return [*lines, "  * this recipe; 'sums in': the dtype gradients are accumulated in (precision.accumulate)"]
 

@@ -40,7 +40,7 @@ def test_the_sums_in_the_comments_are_true(path):
     for stage in range(4):
         (line,) = re.findall(rf"^#   ZeRO-{stage} (.*)$", text, flags=re.MULTILINE)
         expected = [
-            "refused" if row.budget is None else size(row.budget.static_bytes)
+            "refused" if row.budget is None else size(row.budget.state_bytes)
             for ranks in (1, 2)
             for row in plan(load_recipe(path), ranks).rows
             if row.stage == stage

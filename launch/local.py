@@ -296,10 +296,10 @@ class End:
             who = f"rank {' and '.join(failed)} failed"
             if silent:
                 who = f"a rank died: nothing was left by rank {' and '.join(silent)}"
-            where = (
-                f"{who}; the last status was step {status.get('global_step')} of {status.get('max_steps')}; what it "
-                "said stands above; the same command resumes from the last checkpoint"
-            )
+            steps = "it had come to no step"
+            if "global_step" in status:
+                steps = f"the last status was step {status['global_step']} of {status.get('max_steps')}"
+            where = f"{who}; {steps}; what it said stands above; the same command resumes from the last checkpoint"
         where += "" if self.killer is None else f". {self.killer}"
         print(f"error: run {launch.run_directory} failed (launcher code {self.code}): {where}", file=sys.stderr)
         return self.code if self.code > 0 else FAILED

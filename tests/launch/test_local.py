@@ -47,7 +47,8 @@ def command(*arguments, **environment):
 def test_a_dry_run_says_what_would_run_and_starts_nothing(tmp_path):
     directory = tmp_path / "run"
     done = command(
-        "pretrain/recipes/debug.toml", "--ranks", "2", "--run", str(directory), "--set", "seed=3", "--dry-run", "--json"
+        *("pretrain/recipes/debug.toml", "--ranks", "2", "--run", str(directory), "--set", "seed=3"),
+        *("--max-minutes", "55", "--dry-run", "--json"),
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -57,7 +58,7 @@ def test_a_dry_run_says_what_would_run_and_starts_nothing(tmp_path):
     assert argv[3] == "--master_port"
     assert argv[5:] == [
         *("--log_level", "warning", "--module", "pretrain", "run", "pretrain/recipes/debug.toml"),
-        *("--run", str(directory), "--resume", "auto", "--set", "seed=3"),
+        *("--run", str(directory), "--resume", "auto", "--set", "seed=3", "--max-minutes", "55"),
     ]
     assert report["world_size"] == 2
     assert report["global_batch_size"] == 16
@@ -73,6 +74,7 @@ def test_a_dry_run_says_what_would_run_and_starts_nothing(tmp_path):
         (["pretrain/recipes/debug.toml", "--ranks", "0"], "--ranks 0"),
         (["pretrain/recipes/debug.toml", "--set", "seeed=3"], "did you mean seed"),
         (["pretrain/recipes/debug.toml", "--json"], "--dry-run"),
+        (["pretrain/recipes/debug.toml", "--max-minutes", "0"], "--max-minutes 0: must be more than 0"),
     ],
 )
 def test_bad_input_is_one_error_line_before_anything_starts(arguments, says, tmp_path):
@@ -369,6 +371,15 @@ def test_a_rank_killed_by_a_signal_is_a_failure_even_if_the_launcher_says_zero(t
     assert run(Launch(argv, {}, tmp_path, 1, {}), os.environ) == 1
     assert "step 3 of 9" in capfd.readouterr().err
     assert read_status(tmp_path)["state"] == "failed"
+
+
+def test_the_minutes_of_a_run_begin_with_the_command(tmp_path):
+    """Not with the ranks, which start some seconds later."""
+    tell = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(' '.join(sys.argv[2:]))"
+    for limits, told in ((("--max-minutes", "5"), "--max-minutes 5 --started-at 12.500"), ((), "")):
+        argv = (sys.executable, "-c", tell, str(tmp_path / "told"), *limits)
+        assert run(Launch(argv, {}, tmp_path, 1, {}), os.environ, started_at=12.5) == 1
+        assert (tmp_path / "told").read_text() == told
 
 
 def test_killed_itself_it_takes_the_run_with_it(tmp_path, call):

@@ -122,6 +122,10 @@ def test_interrupted_it_saves_and_stops_and_leaves_nothing_running(recipe: Path,
     status = json.loads((run / "status.json").read_text())
     assert status["state"] == "stopped"
     assert (run / "checkpoints" / f"step-{status['global_step']:08d}" / "manifest.json").exists()
+    receipts = [json.loads((run / "receipts" / f"rank-0000{rank}.json").read_text()) for rank in (0, 1)]
+    assert [receipt["state"] for receipt in receipts] == ["stopped", "stopped"]
+    assert receipts[1]["resume"].startswith(f"python -m launch run {recipe} --ranks 2 --run {run} --set ")
+    assert f"stopped by the file {run}/stop; resume with {receipts[0]['resume']}; " in output
     assert not any(alive(pid) for pid in pids)
 
 

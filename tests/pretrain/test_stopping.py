@@ -26,7 +26,8 @@ from pretrain.batching import BatchPlan
 from pretrain.checkpoint import Checkpoints, list_checkpoints, verify
 from pretrain.config import parse_recipe
 from pretrain.engine import TrainingEngine, process_group, resolve
-from pretrain.metrics import read_metrics
+from pretrain.metrics import Report, read_metrics
+from pretrain.run_directory import RunDirectory
 from pretrain.runtime import Ranks
 from pretrain.stopping import (
     Deadline,
@@ -39,6 +40,7 @@ from pretrain.stopping import (
     heeding,
 )
 from pretrain.train import train_step
+from tests.pretrain.recipe import recipe
 from tests.pretrain.test_accumulation import build_model, config_of, micro_batches
 from tests.pretrain.test_resume import assert_same_checkpoint, tensors_of
 from tests.ranks import root, run_ranks
@@ -84,6 +86,19 @@ def test_a_deadline_leaves_time_to_save_and_for_the_step_before() -> None:
     assert not request.wanted()
     now[0] = 980.1
     assert request.wanted()
+
+
+def test_a_save_that_takes_half_of_the_grace_is_warned_of_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = Report(RunDirectory(tmp_path), recipe(), active=True)
+    report.saved(15.0, 30.0)
+    report.saved(99.0, None)
+    assert capsys.readouterr().err == ""
+    report.saved(15.5, 30.0)
+    report.saved(15.5, 30.0)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: saving took 15.5 s, more than half of the 30 s between")
 
 
 class Slow:

@@ -77,6 +77,9 @@ def test_a_number_that_is_not_finite_stops_the_run_before_it_is_saved(tiny_recip
     (message,) = run_ranks(1, diverging_case, wild, path)
     assert "lower schedule.peak_lr" in message
     assert status(path)["state"] == "failed"
+    receipt = json.loads((path / "receipts" / "rank-00000.json").read_text())
+    assert (receipt["state"], receipt["attempt"]) == ("failed", 2)
+    assert receipt["reason"].endswith(message)
     last = read_metrics(path / "metrics.jsonl")[-1]
     assert None in (last["loss"], last["grad_norm"])
     for checkpoint in list_checkpoints(path / "checkpoints"):
@@ -124,6 +127,7 @@ def test_faults_of_a_recipe_are_one_line(recipe_file: Callable[..., Path], tmp_p
     refused(command(recipe, *run, "--set", "schedule.peek_lr=1"), "schedule.peek_lr", "did you mean schedule.peak_lr")
     refused(command(recipe, *run, "--set", "batch.global_batch_size=7"), "7", "multiple", "use 6 or 8")
     refused(cold_command(recipe, *run, "--set", "data.path=nowhere"), "nowhere", "no such folder")
+    refused(command(recipe, *run, "--max-minutes", "nan"), "--max-minutes nan: must be more than 0")
     refused(command(recipe, *run, "--set", "model.vocab_size=512"), "model.vocab_size = 512", "1024 or more")
     refused(command(recipe, *run, "--set", "deepspeed.config=ds_configs/zero0.json"), "ZeRO-0", "accumulate")
     assert not (tmp_path / "run").exists(), "a refused run leaves nothing"

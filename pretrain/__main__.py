@@ -87,6 +87,9 @@ def plan(
     presets: Annotated[
         bool, typer.Option("--presets", help="Only that: what fits GPUs of 8 to 141 GB, 1 to 8 of them, as a table.")
     ] = False,
+    formulas: Annotated[
+        bool, typer.Option("--formulas", help="Each part of the memory with its formula, and what the symbols mean.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="What does not fit is a warning, not an error.")] = False,
     check_data: Annotated[
         bool,
@@ -135,7 +138,9 @@ def plan(
         config = fitted.chosen.config
     made = make_plan(config, world_size, memory, kind)
     report = made.to_dict()
-    lines = [made.to_text()] if fitted is None else [fitted.to_text(), "", *made.memory_lines()]
+    lines = [made.to_text(formulas)]
+    if fitted is not None and made.verdict is not None:
+        lines = [fitted.to_text(), "", *made.verdict.lines()]
     if fitted is not None:
         report["fit"] = fitted.to_dict()
     if check_data:
@@ -287,7 +292,8 @@ def evaluate(
 
     from pretrain.evaluate import evaluate_checkpoint
 
-    with _progress("scored", "tokens") as show:
+    smaller = f"set --batch-size below {batch_size}" if batch_size > 1 else "use a machine or a GPU with more memory"
+    with _memory_told(smaller), _progress("scored", "tokens") as show:
         scores = evaluate_checkpoint(
             checkpoint,
             data,
@@ -346,13 +352,14 @@ def generate(
         seed=seed,
         accelerator=os.environ.get("DS_ACCELERATOR"),
     )
-    for number, (prompt, continuation) in enumerate(continued, 1):
-        if as_json:
-            print(json.dumps({"prompt": prompt, "continuation": continuation}, ensure_ascii=False))
-            continue
-        if len(prompts) > 1:
-            print(f"──── prompt {number} of {len(prompts)} ────")
-        print(prompt + continuation)
+    with _memory_told("give fewer or shorter prompts, or set --max-new-tokens lower"):
+        for number, (prompt, continuation) in enumerate(continued, 1):
+            if as_json:
+                print(json.dumps({"prompt": prompt, "continuation": continuation}, ensure_ascii=False))
+                continue
+            if len(prompts) > 1:
+                print(f"──── prompt {number} of {len(prompts)} ────")
+            print(prompt + continuation)
 
 
 class _Format(StrEnum):
@@ -594,6 +601,19 @@ def _progress(done: str, unit: str) -> Iterator[Callable[[int, int], None]]:
                 print(f"{so_far:,} of {total:,} {unit} {done}, {rate}", file=sys.stderr, flush=True)
 
         yield show
+
+
+@contextmanager
+def _memory_told(remedy: str) -> Iterator[None]:
+    """The end of memory in what only reads a checkpoint: one line with `remedy`, exit 2."""
+    from pretrain.out_of_memory import explain_reading, is_out_of_memory
+
+    try:
+        yield
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise typer.Exit(_complain(explain_reading(error, remedy))) from None
 
 
 def _refuse_impostors() -> None:

@@ -148,7 +148,7 @@ class ScheduleTable(_Table):
     @model_validator(mode="after")
     def _keys_of_the_name(self) -> ScheduleTable:
         if self.name == "constant" and self.min_lr:
-            raise ValueError(f'name = "constant" never falls to min_lr {self.min_lr}: leave min_lr out')
+            raise ValueError(f'name = "constant" never falls to min_lr {self.min_lr}: set min_lr = 0 or leave it out')
         if self.name != "wsd":
             given = next((key for key in ("decay_steps", "decay_shape") if getattr(self, key) is not None), None)
             if given is not None:

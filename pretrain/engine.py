@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.batching import BatchPlan
-from pretrain.config import Compute, RecipeError, RunConfig, mismatch, nearest, show
+from pretrain.config import PROJECT_ROOT, Compute, RecipeError, RunConfig, mismatch, nearest, show
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,9 +79,14 @@ ZERO_KEYS: dict[str, Kind] = {
     "stage3_max_live_parameters": COUNT_OR_NONE,
     "stage3_max_reuse_distance": COUNT_OR_NONE,
     "stage3_gather_16bit_weights_on_model_save": bool,
-    "stage3_module_granularity_threshold": COUNT_OR_NONE,
     "stage3_use_all_reduce_for_fetch_params": bool,
     "stage3_allgather_sequential": bool,
+}
+# Keys that DeepSpeed has for this section, and why each is refused.
+ZERO_REFUSED: dict[str, str] = {
+    "stage3_module_granularity_threshold": (
+        "with it DeepSpeed 0.19 gathers whole modules, whose gradients it cannot reduce in the first backward"
+    ),
 }
 
 # What may be held in main memory, each a section of zero_optimization: from which stage on, and its keys.
@@ -183,7 +188,11 @@ def read_json(path: Path) -> dict[str, Any]:
         return dict(pairs)
 
     if not path.is_file():
-        raise RecipeError(f"{path}: no such DeepSpeed JSON: set deepspeed.config to one of ds_configs/zero0..3.json")
+        offered = sorted(file.stem for file in (PROJECT_ROOT / "ds_configs").glob("*.json"))
+        raise RecipeError(
+            f"{path}: no such DeepSpeed JSON: did you mean ds_configs/{nearest(path.stem, offered)}.json? There are "
+            f"{', '.join(offered)}"
+        )
     try:
         parsed = json.loads(path.read_bytes(), object_pairs_hook=once, parse_constant=refuse_constant)
     except RecipeError:
@@ -331,6 +340,8 @@ def _check_json(ds_json: Mapping[str, Any]) -> None:
         if key in OFFLOAD_STAGE:
             _check_offload(key, value, stage)
             continue
+        if key in ZERO_REFUSED:
+            raise RecipeError(f"DeepSpeed JSON: zero_optimization.{key}: {ZERO_REFUSED[key]}: remove it")
         if key not in ZERO_KEYS:
             near = nearest(key, sorted({"stage", *ZERO_KEYS, *OFFLOAD_STAGE}))
             raise RecipeError(
@@ -412,6 +423,8 @@ def device_refusal(compute: Compute) -> str | None:
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
     """A process group over the ranks that the launcher's variables describe: NCCL on GPUs, gloo on CPUs."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found nothing better
     import deepspeed
     import torch.distributed as dist
 
@@ -440,6 +453,7 @@ class TrainingEngine:
     ) -> None:
         """`model` in fp32, equal on all ranks; DeepSpeed casts it to the compute dtype and takes its master copy."""
         import deepspeed
+        import torch
         from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
         from pretrain.muon import OrthogonalizingAdamW
@@ -455,6 +469,9 @@ class TrainingEngine:
         self._loss_scale_window = config.precision.loss_scale_window if in_fp16 else None
         self.loss_scale: float | None = None
         self.overflowed = False
+        dtype = torch.float16 if in_fp16 else torch.bfloat16 if in_bf16 else torch.float32
+        for parameter in model.parameters():  # as DeepSpeed would, but before the device holds them in fp32
+            parameter.data = parameter.data.to(dtype)
         model.to(device)
         # ZeRO-0 in bf16 takes a step on zero gradients to make its state: at rate 0 that decays no weight, and with the
         # state cleared, AdamW's step count begins at 1 (else the first update is a quarter too small).

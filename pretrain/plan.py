@@ -151,9 +151,10 @@ class Plan:
             "verdict": None if self.verdict is None else self.verdict.to_dict(),
         }
 
-    def to_text(self) -> str:
+    def to_text(self, formulas: bool = False) -> str:
         """The same for people. GB is 10^9 bytes."""
-        return "\n".join([*self._sums(), "", *self.memory_lines(), "", *self._stages(), "", *self._judgement()])
+        memory = self._memory(formulas)
+        return "\n".join([*self._sums(), "", *memory, "", *self._stages(), "", *self._judgement()])
 
     def _sums(self) -> list[str]:
         batch, schedule = self.batch, self.config.schedule
@@ -171,7 +172,7 @@ class Plan:
             *rounding_warnings(self.config),
         ]
 
-    def memory_lines(self) -> list[str]:
+    def _memory(self, formulas: bool) -> list[str]:
         """The budget, part by part, and the moment in which a rank holds most."""
         held, precision = self.budget, self.config.precision
         unit, unit_name = (GB, "GB") if held.peak_bytes() >= GB else (MB, "MB")
@@ -179,17 +180,20 @@ class Plan:
         lines = [
             f"memory of one rank on {device} in {unit_name}, ZeRO-{self.stage}, {self._computed} compute, "
             f"{precision.master} masters",
-            f"  {unit_name:>8}        {'lives in':<32}  part: formula",
+            f"  {unit_name:>8}        {'lives in':<32}  part{': formula' if formulas else ''}",
         ]
         for part in held.parts:
             lives = "always" if len(part.moments) == len(MOMENTS) else ", ".join(part.moments)
             place = "" if part.place == "device" else "host"
-            lines.append(f"  {part.bytes / unit:8.3f}  {place:<4}  {lives:<32}  {part.name}: {part.formula}")
+            named = f"{part.name}: {part.formula}" if formulas else part.name
+            lines.append(f"  {part.bytes / unit:8.3f}  {place:<4}  {lives:<32}  {named}")
         peak = held.peak_moment
         sums = ", ".join(f"{moment}{'*' if moment == peak else ''} {held.at(moment) / unit:.3f}" for moment in MOMENTS)
         lines.append(f"  together: {sums}")
         state, static = show_size(held.state_bytes), show_size(held.static_bytes)
         lines.append(f"  * the peak, {show_size(held.peak_bytes())} in {peak}; training state {state}, static {static}")
+        if not formulas:
+            return lines
         meant = "; ".join(f"{symbol} {meaning}" for symbol, meaning in symbols(held).items())
         lines += textwrap.wrap(f"in the formulas: {meant}", 118, initial_indent="  ", subsequent_indent="  ")
         return lines
@@ -206,17 +210,22 @@ class Plan:
             f"every stage, {unit_name} a rank: the training state, with what else lives between steps, and at the peak",
             "  ZeRO  sums in    state  bytes/parameter   static     peak  in",
         ]
+        refused: list[str] = []
         for row in self.rows:
             start = f"{'*' if row.configured else ' '} {row.stage:<5} {row.accumulate:<7}"
             if row.budget is None:
-                lines.append(f"{start}  refused: {row.refused}")
+                lines.append(f"{start}  refused")
+                refused.append(f"{row.stage} with sums in {row.accumulate} is refused: {row.refused}")
                 continue
             state, static, peak = row.budget.state_bytes, row.budget.static_bytes, row.budget.peak_bytes()
             lines.append(
                 f"{start}  {state / unit:7.2f}  {state / self.parameters:15.2f}  {static / unit:7.2f}  "
                 f"{peak / unit:7.2f}  {row.budget.peak_moment}"
             )
-        return [*lines, "  * this recipe; 'sums in': the dtype gradients are accumulated in (precision.accumulate)"]
+        lines.append("  * this recipe; 'sums in': the dtype gradients are accumulated in (precision.accumulate)")
+        for reason in refused:
+            lines += textwrap.wrap(reason, 118, initial_indent="  ", subsequent_indent="  ")
+        return lines
 
     def _judgement(self) -> list[str]:
         if self.verdict is None:

@@ -67,7 +67,8 @@ def test_the_reference_recipe():
 
 def test_the_budget_is_whole_part_by_part():
     made = plan(load_recipe(HALF_B), 8)
-    memory, text = made.to_dict()["memory"], made.to_text()
+    memory, text = made.to_dict()["memory"], made.to_text(formulas=True)
+    assert "formula" not in made.to_text()
     for moment in MOMENTS:
         parts = [part for part in memory["parts"] if moment in part["moments"] and part["place"] == "device"]
         assert sum(part["bytes"] for part in parts) == memory["moments"][moment]["device_bytes"]

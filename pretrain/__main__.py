@@ -607,13 +607,15 @@ def _progress(done: str, unit: str) -> Iterator[Callable[[int, int], None]]:
 def _memory_told(remedy: str) -> Iterator[None]:
     """The end of memory in what only reads a checkpoint: one line with `remedy`, exit 2."""
     from pretrain.out_of_memory import explain_reading, is_out_of_memory
+    from pretrain.runtime import pick_device
 
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
-        raise typer.Exit(_complain(explain_reading(error, remedy))) from None
+        device = pick_device(0, os.environ.get("DS_ACCELERATOR"))
+        raise typer.Exit(_complain(explain_reading(error, remedy, device))) from None
 
 
 def _refuse_impostors() -> None:

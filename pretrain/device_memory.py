@@ -136,14 +136,17 @@ def _control_groups(root: Path) -> Iterator[tuple[int, int]]:
     """(limit, room left now) in bytes of each memory control group that this process is in, nearest first.
 
     Room counts what the kernel would reclaim first: page cache that no one used lately. A container often sees its own
-    group as the root of the tree, so folders that are not there are passed over.
+    group as the root of the tree, so folders that are not there are passed over, as are lines of another form.
     """
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in memberships:
-        _, controllers, path = line.split(":", 2)
+        fields = line.split(":", 2)  # number, controllers, path
+        if len(fields) != 3:
+            continue
+        controllers, path = fields[1:]
         if not controllers:  # v2
             tree, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):

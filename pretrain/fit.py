@@ -58,6 +58,7 @@ MOST_TOKENS = 65_536  # of a micro-step; more gain less than a hundredth
 MODES = ("none", "selective", "every-2", "full")
 MOST_RANKS = 1024
 MOST_SIZES = 24
+LEAST_RELIEF = 0.05  # of what a rank needs: a change that saves less changes nothing
 
 Where = Literal["none", "cpu", "nvme"]
 Kind = Literal["cpu", "cuda"]
@@ -270,8 +271,9 @@ def seconds_per_token(config: RunConfig, choice: Choice, world_size: int, comput
 class Search:
     """All configurations that may stand in for one recipe on a number of ranks, and what each needs.
 
-    A configuration needs least with a micro-batch of 1; where that does not fit, no larger one is looked at.
-    RecipeError where the global batch cannot be divided over the ranks at all.
+    A configuration needs least with a micro-batch of 1, or with all that a rank reads of a step at once: then nothing
+    is accumulated beside it. Where neither fits, no size between them is looked at. RecipeError where the global batch
+    cannot be divided over the ranks at all.
     """
 
     def __init__(self, config: RunConfig, world_size: int, kind: Kind, compute: Compute) -> None:
@@ -323,11 +325,15 @@ class Search:
         return [Numerics(level, values) for level, values in enumerate(levels) if values not in levels[:level]]
 
     def micro_batch_sizes(self, most: int) -> list[int]:
-        """Those that divide what a rank reads of a step, the largest first; of very many some, 1 among them."""
+        """Those that divide what a rank reads of a step, the largest first.
+
+        Of very many some: 1, the recipe's own and the whole are always among them.
+        """
         whole = self._per_rank
         low = [size for size in range(1, math.isqrt(whole) + 1) if whole % size == 0]
         sizes = sorted(size for size in {*low, *(whole // size for size in low)} if size <= most)
-        return sizes[:: -(-len(sizes) // MOST_SIZES)][::-1]
+        some = {*sizes[:: -(-len(sizes) // MOST_SIZES)], self.config.batch.micro_batch_size, whole}
+        return [size for size in reversed(sizes) if size in some]
 
     def modes(self) -> list[str]:
         """Checkpointing by what it computes again, the recipe's own mode among the usual ones."""
@@ -373,9 +379,10 @@ class Search:
             self._proposals[key] = self._propose(choice)
         return self._proposals[key]
 
-    def smallest_of_kind(self, choice: Choice) -> Proposal | None:
-        """`choice` with a micro-batch of 1."""
-        return self.propose(replace(choice, micro_batch_size=1))
+    def least_of_kind(self, choice: Choice) -> list[Proposal]:
+        """`choice` with the micro-batches of which one needs least."""
+        found = [self.propose(replace(choice, micro_batch_size=size)) for size in sorted({1, self._per_rank})]
+        return [one for one in found if one is not None]
 
     def _propose(self, choice: Choice) -> Proposal | None:
         config = self.config
@@ -468,8 +475,7 @@ class Search:
 
     def _that_may_fit(self, choices: Iterable[Choice], memory: DeviceMemory) -> Iterator[Proposal]:
         for choice in choices:
-            least = self.smallest_of_kind(choice)
-            if least is not None and least.need.fits(memory):
+            if any(one.need.fits(memory) for one in self.least_of_kind(choice)):
                 proposal = self.propose(choice)
                 if proposal is not None:
                     yield proposal
@@ -485,7 +491,7 @@ class Search:
 
     def _smallest(self, choices: Iterable[Choice]) -> Proposal | None:
         """What needs least of the device, and of those that need no more the one with the fewest changes."""
-        least = [self.smallest_of_kind(choice) for choice in choices if choice.micro_batch_size == 1]
+        least = [self.propose(choice) for choice in choices if choice.micro_batch_size in (1, self._per_rank)]
         proposals = (one for one in least if one is not None)
         return min(proposals, key=lambda one: (one.need.total_bytes, len(one.changes)), default=None)
 
@@ -495,8 +501,8 @@ class Search:
             return None
         ranks = 2 * self.world_size
         while ranks <= MOST_RANKS and self.config.batch.global_batch_size % ranks == 0:
-            wider = Search(self.config, ranks, self.kind, self.compute).smallest_of_kind(choice)
-            if wider is not None and wider.need.fits(memory):
+            wider = Search(self.config, ranks, self.kind, self.compute).least_of_kind(choice)
+            if any(one.need.fits(memory) for one in wider):
                 return ranks
             ranks *= 2
         return None
@@ -538,7 +544,7 @@ def shortest_changes(
 class Fit:
     """The first configuration that fits, and in order those tried before it; else the smallest, and what would do.
 
-    Not tried is what is dearer than one tried before and no smaller, and what would not fit with a micro-batch of 1.
+    Not tried is what is dearer than one tried before and no smaller, and what no micro-batch would make fit.
     """
 
     passed_over: tuple[Proposal, ...]  # of kinds that cannot fit, before the first that can, the smallest of each
@@ -664,17 +670,18 @@ def relief(
 ) -> tuple[Proposal | None, bool]:
     """What to change where a run met the end of its memory, `missing_bytes` short, and whether its checkpoints go on.
 
-    The shortest list of changes that a checkpoint of the run resumes under and that needs so much less, at least a
-    twentieth; without one, the shortest of all. None where nothing needs less.
+    The shortest list of changes that a checkpoint of the run resumes under and that needs so much less, at least
+    `LEAST_RELIEF`; without one, the shortest of all; without that, what of the former needs least. None where even that
+    saves less than `LEAST_RELIEF`.
     """
-    now = needed(config, world_size, kind, compute)
-    less = now.total_bytes - max(missing_bytes, now.total_bytes // 20)
-    wanted = DeviceMemory(kind, less, "less than now")
+    now = needed(config, world_size, kind, compute).total_bytes
+    helpful = now - round(LEAST_RELIEF * now)
+    wanted = DeviceMemory(kind, min(now - missing_bytes, helpful), "less than now")
     resuming, smallest = shortest_changes(config, world_size, wanted, compute, resumable=True)
     other = None if resuming is not None else shortest_changes(config, world_size, wanted, compute)[0]
     if other is not None:
         return other, False
     found = resuming or smallest
-    if found is None or found.need.total_bytes >= now.total_bytes:
+    if found is None or found.need.total_bytes > helpful:
         return None, True
     return found, True

@@ -18,13 +18,16 @@ from pretrain.held import live_bytes
 
 # Said by torch's allocators, by C++'s, by the driver and by the system; all but the first kind as RuntimeErrors.
 _SAID = re.compile(r"can't allocate memory|not enough memory|out of memory|std::bad_alloc|cannot allocate memory", re.I)
+# Said where no thread could be started, by C++ and by Python: no memory for its stack, or a limit of their number.
+_NO_THREAD = re.compile(r"^resource temporarily unavailable$|can't start new thread", re.I)
+RAISE_LIMIT = "most likely a limit of threads or of memory (ulimit -a, pids.max of its control group): raise it"
 _BYTES = re.compile(r"(?:tried to allocate|unable to mmap) (\d+) bytes", re.I)
 _UNITS = re.compile(r"tried to allocate ([\d.]+) (KiB|MiB|GiB|TiB)", re.I)
 _POWERS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error`, or what it was raised from, says that memory could not be had."""
+    """Whether `error`, or what it was raised from, says that memory, or a thread's own, could not be had."""
     return _origin(error) is not None
 
 
@@ -45,16 +48,16 @@ def explain(
 
     Lets go of all that the error's frames hold, once that is measured: there may be no memory left to think with.
     """
-    held = _held(device)
-    asked = asked_bytes(error)
+    begin, asked, no_thread = _beginning(error, device), asked_bytes(error), _no_thread(error)
     _let_go(error)
     kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
-    wanted = "" if asked is None else f" when {show_size(asked)} more was asked for"
-    change, resumes = relief(config, world_size, kind, compute, asked or 0)
+    change, resumes = (None, True) if no_thread else relief(config, world_size, kind, compute, asked or 0)
     predicted = f"predicted were {show_size(need.peak_bytes)} at most, in {need.moment}"
-    if change is None:
+    if no_thread:
+        remedy = RAISE_LIMIT
+    elif change is None:
         larger = "use more ranks or a larger device" if kind == "cuda" else "use a machine with more memory"
-        remedy, resumes = f"no change makes it smaller: {larger}", True
+        remedy, resumes = f"no change saves enough: {larger}", True
     else:
         remedy = f"set {change.to_text()} (predicted {show_size(change.need.peak_bytes)})"
     saved = list_checkpoints(checkpoints)
@@ -64,7 +67,22 @@ def explain(
         after = f"the same command then resumes from {saved[-1].name}"
     else:
         after = "the same command then begins anew, no checkpoint had been written"
-    return f"out of memory{wanted}; held were {held}, {predicted}: {remedy}; {after}"
+    return f"{begin}, {predicted}: {remedy}; {after}"
+
+
+def explain_reading(error: BaseException, remedy: str, device: torch.device) -> str:
+    """The same of work that only reads a checkpoint: what was asked for and held, and `remedy`."""
+    begin, no_thread = _beginning(error, device), _no_thread(error)
+    _let_go(error)
+    return f"{begin}: {RAISE_LIMIT if no_thread else remedy}"
+
+
+def _beginning(error: BaseException, device: torch.device) -> str:
+    asked = asked_bytes(error)
+    wanted = "" if asked is None else f" when {show_size(asked)} more was asked for"
+    if _no_thread(error):
+        wanted = " for one more thread"
+    return f"out of memory{wanted}; held were {_held(device)}"
 
 
 def _held(device: torch.device) -> str:
@@ -72,7 +90,11 @@ def _held(device: torch.device) -> str:
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         most = torch.cuda.max_memory_allocated(device)
         return f"{show_size(allocated)} in tensors of {show_size(reserved)} reserved ({show_size(most)} at most)"
-    return f"{show_size(live_bytes(device))} in live tensors of {show_size(resident_bytes())} resident"
+    resident = f"{show_size(resident_bytes())} resident"
+    try:
+        return f"{show_size(live_bytes(device))} in live tensors of {resident}"
+    except MemoryError:  # not even to list them
+        return resident
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -87,9 +109,17 @@ def _chain(error: BaseException) -> list[BaseException]:
 def _origin(error: BaseException) -> BaseException | None:
     for one in _chain(error):
         by_system = isinstance(one, OSError) and one.errno == errno.ENOMEM
-        if isinstance(one, MemoryError) or by_system or (isinstance(one, RuntimeError) and _SAID.search(str(one))):
+        if isinstance(one, MemoryError) or by_system or (isinstance(one, RuntimeError) and _is_said(str(one))):
             return one
     return None
+
+
+def _no_thread(error: BaseException) -> bool:
+    return _NO_THREAD.search(str(_origin(error))) is not None
+
+
+def _is_said(text: str) -> bool:
+    return _SAID.search(text) is not None or _NO_THREAD.search(text) is not None
 
 
 def _let_go(error: BaseException) -> None:

@@ -65,6 +65,8 @@ def test_a_machine_without_control_groups(tree):
             32_000_000 * KB,
             20_000_000 * KB,
         ),
+        # lines of another form say nothing
+        ({"proc/self/cgroup": "\nmemory\n4:memory\n"}, 32_000_000 * KB, 20_000_000 * KB),
         # used up: nothing is left, never less than nothing
         (
             {

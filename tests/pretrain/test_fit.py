@@ -135,6 +135,32 @@ def test_offloading_and_numerics_come_before_time():
 # ---------------------------------------------------------------- the searches
 
 
+SMALL_STEP = load_recipe(
+    PROJECT_ROOT / "pretrain" / "recipes" / "0.5b.toml",
+    ["memory.activation_checkpointing=none", "model.seq_len=512", "deepspeed.config=ds_configs/zero1.json",
+     "batch.global_batch_size=2", "batch.micro_batch_size=2"],
+)  # fmt: skip
+
+
+def test_a_step_in_one_micro_batch_may_need_least():
+    """Two would leave sums in fp32 beside the second."""
+    search = Search(SMALL_STEP, 1, "cuda", "bf16")
+    own = search.propose(Choice(2, "none", search.own, search.numerics[0]))
+    apart = search.propose(Choice(1, "none", search.own, search.numerics[0]))
+    assert own is not None
+    assert apart is not None
+    assert own.need.total_bytes < apart.need.total_bytes
+    memory = gpu(own.need.total_bytes)
+    assert search.first_fit(memory).chosen is own
+    everything = [one for one in map(search.propose, search.choices(only_less=False)) if one is not None]
+    nothing = search.first_fit(gpu(GB)).smallest
+    assert nothing.need.total_bytes == min(one.need.total_bytes for one in everything)
+    shortest, least = shortest_changes(SMALL_STEP, 1, gpu(GB), "bf16", resumable=True)
+    assert shortest is None
+    assert least is not None
+    assert least.choice.micro_batch_size == 2
+
+
 @pytest.mark.parametrize("config", [HALF_B, NONE], ids=["full", "none"])
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_whatever_is_proposed_runs_fits_and_keeps_the_batch(config, ranks):
@@ -200,12 +226,14 @@ def test_the_order_tried_is_by_cost_and_each_is_smaller():
     assert len(fit.tried) > 3
 
 
-def test_nothing_cheaper_would_fit():
+@pytest.mark.parametrize("in_one", [False, True], ids=["accumulated", "in one micro-batch"])
+def test_nothing_cheaper_would_fit(in_one):
     """By looking at every configuration, whatever it needs with a smaller micro-batch."""
-    search = Search(recipe(model={"n_layers": 2}), 2, "cuda", "bf16")
+    small = {"global_batch_size": 4 if in_one else 32, "micro_batch_size": 2}
+    search = Search(recipe(model={"n_layers": 2, "seq_len": 256}, batch=small), 2, "cuda", "bf16")
     everything = [one for one in map(search.propose, search.choices(only_less=False)) if one is not None]
     sizes = sorted({one.need.total_bytes for one in everything})
-    for total in (sizes[0] - 1, sizes[0], sizes[len(sizes) // 10], sizes[len(sizes) // 2], sizes[-1]):
+    for total in (sizes[0] - 1, *sizes[:: len(sizes) // 40], sizes[-1]):
         fitting = [one for one in everything if one.need.total_bytes <= total]
         chosen = search.first_fit(gpu(total)).chosen
         assert (chosen is None) == (not fitting)
@@ -241,8 +269,10 @@ def test_a_micro_batch_that_divides_is_found_where_the_recipes_own_does_not():
 
 def test_absurd_batches_are_searched_as_quickly():
     many = 2**4 * 3**3 * 5**2 * 7 * 11 * 13  # has 480 divisors
-    sizes = Search(recipe(batch={"global_batch_size": many}), 1, "cuda", "bf16").micro_batch_sizes(many)
-    assert 12 <= len(sizes) <= 24
+    own = {"global_batch_size": many, "micro_batch_size": 2 * 3 * 5 * 7 * 11}
+    sizes = Search(recipe(batch=own), 1, "cuda", "bf16").micro_batch_sizes(many)
+    assert 12 <= len(sizes) <= 26
+    assert {1, own["micro_batch_size"], many} <= {*sizes}
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] == 1
     assert all(many % size == 0 for size in sizes)
@@ -258,7 +288,7 @@ def test_what_is_refused_is_never_proposed():
     """ZeRO-0 cannot sum in fp32, compiled blocks go with neither ZeRO-3 nor "selective"."""
     compiled = load_recipe(PROJECT_ROOT / "pretrain" / "recipes" / "0.5b.toml", ["compile=true"])
     search = Search(compiled, 8, "cuda", "bf16")
-    proposed = [one for one in map(search.smallest_of_kind, search.choices(only_less=False)) if one is not None]
+    proposed = [one for choice in search.choices(only_less=False) for one in search.least_of_kind(choice)]
     assert {one.choice.layout.stage for one in proposed} == {0, 1, 2}
     for one in proposed:
         assert one.choice.layout.stage != 3
@@ -331,6 +361,21 @@ def test_relief_prefers_what_a_checkpoint_resumes_under():
     assert other is not None
     assert not resumes
     assert relief(least, 2, "cuda", "bf16", 100 * GB) == (None, True)
+
+
+def test_relief_names_nothing_that_saves_next_to_nothing():
+    """A micro-batch of 1 instead of 2, where nearly all is state: less, and no help."""
+    config = recipe(
+        model={"seq_len": 16},
+        batch={"global_batch_size": 8, "micro_batch_size": 2},
+        memory={"activation_checkpointing": "full"},
+        deepspeed={"config": "ds_configs/zero3.json"},
+    )
+    now = needed(config, 1, "cpu", "bf16").total_bytes
+    _, least = shortest_changes(config, 1, DeviceMemory("cpu", 1, "x"), "bf16", resumable=True)
+    assert least is not None
+    assert 0.95 * now < least.need.total_bytes < now
+    assert relief(config, 1, "cpu", "bf16", 100 * GB) == (None, True)
 
 
 # ---------------------------------------------------------------- the published table

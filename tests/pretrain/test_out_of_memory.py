@@ -17,10 +17,13 @@ from unittest import mock
 import pytest
 import torch
 
+import pretrain.evaluate
+import pretrain.generate
 from pretrain.__main__ import main
-from pretrain.checkpoint import Checkpoints, list_checkpoints
+from pretrain.checkpoint import Checkpoints, list_checkpoints, load_model
 from pretrain.config import parse_recipe, to_toml
-from pretrain.out_of_memory import asked_bytes, is_out_of_memory
+from pretrain.engine import TrainingEngine
+from pretrain.out_of_memory import RAISE_LIMIT, asked_bytes, explain_reading, is_out_of_memory
 from pretrain.runtime import Ranks
 from tests.ranks import run_ranks
 
@@ -38,24 +41,60 @@ def command_case(ranks: Ranks, arguments: list[str], room_bytes: int | None) -> 
 
     Once the first checkpoint is saved, it may take only so much more memory than it has by then.
     """
-    save, (_, hard) = Checkpoints.save, resource.getrlimit(resource.RLIMIT_DATA)
+    save = Checkpoints.save
+    with mock.patch.object(Checkpoints, "save", save if room_bytes is None else limited(save, room_bytes)):
+        return ended_with(arguments)
 
-    def save_and_limit(*saved: Any) -> Any:
-        path = save(*saved)
-        if room_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + room_bytes, hard))
-        return path
 
-    said = io.StringIO()
+def ended_with(arguments: list[str]) -> tuple[int, str]:
+    """`python -m pretrain ARGUMENTS` in this process: exit code and stderr."""
+    said, (_, hard) = io.StringIO(), resource.getrlimit(resource.RLIMIT_DATA)
     with (
-        mock.patch.object(Checkpoints, "save", save_and_limit),
         mock.patch.object(sys, "argv", ["pretrain", *arguments]),
         contextlib.redirect_stderr(said),
         pytest.raises(SystemExit) as ended,
     ):
         main()
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
-    return (2 if ended.value.code == 2 else int(ended.value.code or 0)), said.getvalue()
+    return int(ended.value.code or 0), said.getvalue()
+
+
+def limited(function: Callable[..., Any], room_bytes: int, *, before: bool = False) -> Callable[..., Any]:
+    """`function`, from the end of which, or from `before` it, the process may take only so much more memory."""
+
+    def limit() -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + room_bytes, hard))
+
+    def wrapped(*arguments: Any, **keywords: Any) -> Any:
+        if before:
+            limit()
+        result = function(*arguments, **keywords)
+        if not before:
+            limit()
+        return result
+
+    return wrapped
+
+
+def reading_case(ranks: Ranks, run: str) -> dict[str, tuple[int, str]]:
+    """evaluate and generate with room for the model and little more."""
+    said = {}
+    for module, arguments in (
+        (pretrain.evaluate, ["--batch-size", "16"]),
+        (pretrain.generate, [word for _ in range(16) for word in ("--prompt", "a b " * 40)]),
+    ):
+        verb = module.__name__.rpartition(".")[2]
+        with mock.patch.object(module, "load_model", limited(load_model, MB)):
+            said[verb] = ended_with([verb, run, *arguments])
+    return said
+
+
+def engine_case(ranks: Ranks, arguments: list[str]) -> tuple[int, str]:
+    """A run whose memory ends where the engine begins."""
+    begin = limited(TrainingEngine.__init__, 2 * MB, before=True)
+    with mock.patch.object(TrainingEngine, "__init__", begin):
+        return ended_with(arguments)
 
 
 def test_a_run_out_of_memory_says_so_and_goes_on_after_the_change_it_names(
@@ -92,6 +131,29 @@ def test_a_run_out_of_memory_says_so_and_goes_on_after_the_change_it_names(
     for code, said in run_ranks(2, command_case, [*arguments, "--set", change], None):
         assert code == 0, said
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step-00000001", "step-00000002"]
+    said_by = run_ranks(1, reading_case, str(run))[0]
+    for verb, remedy in (
+        ("evaluate", "set --batch-size below 16"),
+        ("generate", "give fewer or shorter prompts, or set --max-new-tokens lower"),
+    ):
+        code, line = said_by[verb]
+        assert code == 2, line
+        held = r"held were (?:\d+ MB in live tensors of )?\d+ MB resident"
+        assert re.fullmatch(rf"error: out of memory when \d+ MB more was asked for; {held}: {remedy}\n", line), line
+
+
+def test_a_thread_that_cannot_start_is_the_end_of_memory(
+    tiny_recipe: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """Its stack is memory: the process groups that the engine opens have threads."""
+    recipe, run = tmp_path / "recipe.toml", tmp_path / "run"
+    recipe.write_text(to_toml(parse_recipe(tiny_recipe())))
+    ((code, said),) = run_ranks(1, engine_case, ["run", str(recipe), "--run", str(run)])
+    assert code == 2, said
+    (line,) = [one for one in said.splitlines() if one.startswith("error: ")]
+    assert "Traceback" not in said
+    assert line.startswith("error: out of memory for one more thread; held were ")
+    assert line.endswith(f": {RAISE_LIMIT}; the same command then begins anew, no checkpoint had been written")
 
 
 def test_what_does_not_fit_is_refused_before_the_ranks_meet(
@@ -121,6 +183,17 @@ def test_what_does_not_fit_is_refused_before_the_ranks_meet(
     assert not run.exists()
 
 
+def test_the_line_needs_no_memory_to_count_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listing them takes some megabytes itself."""
+
+    def list_them(device: torch.device) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr("pretrain.out_of_memory.live_bytes", list_them)
+    line = explain_reading(MemoryError(), "read less", torch.device("cpu"))
+    assert re.fullmatch(r"out of memory; held were \d+ MB resident: read less", line)
+
+
 @pytest.mark.parametrize(
     "error, asked",
     [
@@ -130,6 +203,8 @@ def test_what_does_not_fit_is_refused_before_the_ranks_meet(
         (RuntimeError("unable to mmap 123 bytes from file <x>: Cannot allocate memory (12)"), 123),
         (RuntimeError("CUDA error: out of memory"), None),
         (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), None),
+        (RuntimeError("Resource temporarily unavailable"), None),
+        (RuntimeError("can't start new thread"), None),
     ],
 )
 def test_what_says_that_memory_ran_out(error: Exception, asked: int | None) -> None:
@@ -141,7 +216,14 @@ def test_what_says_that_memory_ran_out(error: Exception, asked: int | None) -> N
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("shapes differ"), OSError(errno.ENOSPC, "No space left"), KeyError("x")]
+    "error",
+    [
+        RuntimeError("shapes differ"),
+        RuntimeError("[gloo/transport] connect to 10.0.0.2: Resource temporarily unavailable"),
+        OSError(errno.ENOSPC, "No space left"),
+        BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
+        KeyError("x"),
+    ],
 )
 def test_what_does_not(error: Exception) -> None:
     assert not is_out_of_memory(error)

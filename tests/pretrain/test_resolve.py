@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import RecipeError, from_root
-from pretrain.engine import JSON_KEYS, RECIPE_OWNS, ZERO_KEYS, read_json, resolve
+from pretrain.engine import JSON_KEYS, RECIPE_OWNS, ZERO_KEYS, ZERO_REFUSED, read_json, resolve
 from tests.pretrain.recipe import recipe
 
 JSONS = [read_json(from_root(f"ds_configs/zero{stage}.json")) for stage in range(4)]
@@ -116,6 +116,7 @@ def test_clipping_off_is_said_aloud():
         ({"zero_optimization": {"stage": 2, "reduce_bucketsize": 1}}, "did you mean reduce_bucket_size"),
         ({"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1}}, "does nothing at stage 2"),
         ({"zero_optimization": {"stage": 2, "offload_optimiser": {}}}, "did you mean offload_optimizer"),
+        ({"zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": 10**5}}, "cannot reduce in the fir"),
         *[
             ({"zero_optimization": {"stage": 2}, key: {}}, f"unknown or unsupported key {key}")
             for key in ("flops_profiler", "comms_logger", "checkpoint", "log_level", "timers")
@@ -244,7 +245,7 @@ def test_the_keys_are_those_of_the_installed_deepspeed():
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             aliases = [k.value.value for k in getattr(node.value, "keywords", ()) if k.arg == "alias"]
             names |= set(aliases or [node.target.id])
-    assert names >= ZERO_KEYS.keys()
+    assert names >= ZERO_KEYS.keys() | ZERO_REFUSED.keys()
     sources = "".join(
         deepspeed_source(f"{path}.py")
         for path in (

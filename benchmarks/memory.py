@@ -3,11 +3,11 @@
     python benchmarks/memory.py [--model small|mini|0.5b] [--stage N]... [--only TEXT] [--seq-len N] [--steps N]
         [--quick] [--json]
 
-Each case is a launch of its own: an engine is built, some updates of two micro-batches are made, one is measured, then
-an evaluation and the gathering of weights for a checkpoint. Static: the storages of all live tensors between the
-engine's calls, when they are most. Peak: what torch's allocator holds at one time, from allocations and releases, those
-inside operations included (pretrain/held.py); the larger rank's. Not the process's size. fp16 is computed too, of which
-DeepSpeed must be told that a CPU can.
+Each case is a launch of its own: model and engine are built, some updates of two micro-batches are made, one is
+measured, then an evaluation and the gathering of weights for a checkpoint. Static: the storages of all live tensors
+between the engine's calls, when they are most. Peak: what torch's allocator holds at one time, from allocations and
+releases, those inside operations included (pretrain/held.py); the larger rank's. Not the process's size. fp16 is
+computed too, of which DeepSpeed must be told that a CPU can.
 
 Ends with 1 where a ratio is outside: static by more than 2 %, the peak of all moments by more than 10 %. `0.5b` needs
 up to 17 GB for the two ranks, and some minutes a case. --only takes cases whose name has the text, such as
@@ -51,7 +51,7 @@ WORLD_SIZE = 2
 MICRO_STEPS = 2
 STATIC_WITHIN, PEAK_WITHIN = 0.02, 0.10
 CPU = torch.device("cpu")
-COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor")
+COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor", "broadcast")
 
 # compute, master, sums
 PRECISIONS: tuple[tuple[Compute, str, str], ...] = (
@@ -243,10 +243,11 @@ def measured(ranks: Ranks, case: Case, steps: int = 1) -> Held:
     gc.collect()
     gc.freeze()  # what was made before is no more looked at
     with PeakTracker(CPU) as tracker, waited_for(tracker):
-        model = Transformer(config.model, generator=torch.Generator().manual_seed(1))
-        model.activation_checkpointing = config.memory.activation_checkpointing
-        model.loss_chunk_tokens = config.memory.loss_chunk_tokens
-        engine: Any = TrainingEngine(model, config, case.deepspeed, ranks, CPU)
+        with tracker.phase("start"):
+            model = Transformer(config.model, generator=torch.Generator().manual_seed(1))
+            model.activation_checkpointing = config.memory.activation_checkpointing
+            model.loss_chunk_tokens = config.memory.loss_chunk_tokens
+            engine: Any = TrainingEngine(model, config, case.deepspeed, ranks, CPU)
         del model
         for _ in range(steps):
             train_step(engine, batches, plan, lr=1e-3)

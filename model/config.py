@@ -10,6 +10,7 @@ from typing import Any
 
 FUSED_HEAD_DIMS = (64, 128)
 ROPE_LAYOUTS = ("rotate_half", "interleaved")
+MOST_LAYERS = 1000  # far beyond any decoder; what is told layer by layer stays quick
 LIMITS = {int: 2**31, float: 1e30}  # what a tensor takes as a size, what fp32 holds with room for products
 
 
@@ -60,6 +61,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             object.__setattr__(self, field.name, _typed(field.name, field.type, getattr(self, field.name)))
+        if self.n_layers > MOST_LAYERS:
+            raise ModelConfigError(f"n_layers = {self.n_layers} is too deep: at most {MOST_LAYERS}")
         if self.n_heads % self.n_kv_heads:
             raise ModelConfigError(
                 f"n_heads = {self.n_heads} must be a multiple of n_kv_heads = {self.n_kv_heads}: "

@@ -11,6 +11,7 @@ each formula comes from. LEGEND names the symbols; those of the model's own part
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from typing import Any, Literal
 
 from model import activations
 from model.accounting import parameter_shapes
+from model.config import ModelConfig
 from pretrain.batching import BatchPlan
 from pretrain.config import Compute, RecipeError, RunConfig
 from pretrain.engine import is_torchs, refusal, zero_stage
@@ -40,10 +42,11 @@ LEGEND = {
     "K": "parameters that are whole on every rank: those up to stage3_param_persistence_threshold",
 }
 
-Moment = Literal["forward", "backward", "step", "evaluation", "saving"]
+Moment = Literal["start", "forward", "backward", "step", "evaluation", "saving"]
 Place = Literal["device", "host"]
 Device = Literal["cpu", "cuda"]
-MOMENTS: tuple[Moment, ...] = ("forward", "backward", "step", "evaluation", "saving")
+PLACES: tuple[Place, ...] = ("device", "host")
+MOMENTS: tuple[Moment, ...] = ("start", "forward", "backward", "step", "evaluation", "saving")
 
 # DeepSpeed's own, where the JSON is silent.
 DEFAULT_BUCKET = 500_000_000
@@ -71,6 +74,13 @@ class Part:
     moments: tuple[Moment, ...] = MOMENTS
     static: bool = False
     state: bool = False
+
+    @property
+    def lives(self) -> str:
+        """When, for people."""
+        if set(self.moments) == set(MOMENTS):
+            return "always"
+        return "after start" if set(self.moments) == set(MOMENTS[1:]) else ", ".join(self.moments)
 
 
 @dataclass(frozen=True)
@@ -127,15 +137,19 @@ def budget(
     buffers = [_of_model(one, True) for one in activations.buffers(config.model)]
     resting = [*buffers, *engine.held(), *(engine.between_micro_steps() if later else engine.sums())]
     merged: dict[Part, list[Moment]] = {part: [] for part in resting}
-    for moment, scenes in _scenes(engine, config, world_size, compute, device, later):
-        for part in max(([*buffers, *engine.held(), *scene] for scene in scenes), key=_on_device):
-            known = part if part in resting else replace(part, static=False, state=False)
-            merged.setdefault(known, []).append(moment)
+    running = _scenes(engine, config, world_size, compute, device, later)
+    moments = [(moment, [[*buffers, *engine.held(), *scene] for scene in scenes]) for moment, scenes in running]
+    for moment, scenes in [("start", [[*buffers, *scene] for scene in engine.starting()]), *moments]:
+        for place in PLACES:
+            for part in max(scenes, key=lambda scene: _bytes_in(scene, place)):
+                if part.place == place:
+                    known = part if part in resting else replace(part, static=False, state=False)
+                    merged.setdefault(known, []).append(moment)
     return Budget(tuple(replace(part, moments=tuple(moments)) for part, moments in merged.items() if part.bytes))
 
 
-def _on_device(scene: Scene) -> int:
-    return sum(part.bytes for part in scene if part.place == "device")
+def _bytes_in(scene: Scene, place: Place) -> int:
+    return sum(part.bytes for part in scene if part.place == place)
 
 
 def _scenes(
@@ -187,15 +201,17 @@ class _Facts:
     optimizer: str
     fused: bool
     compensated: bool
-    largest_matrix: tuple[int, int]
+    largest_matrix: tuple[int, ...]  # of those that Muon orthogonalizes
     block: int  # elements of a block's matrices
+    embedding: int
+    tied: bool
     runs_again: bool
     weight: int
     master: int
     moment: int
     summed: int
     sent: int
-    later: bool  # an update has several micro-steps
+    later: bool  # an update, in any part of the batch ramp, has several micro-steps
     device: Device
 
     @classmethod
@@ -203,8 +219,11 @@ class _Facts:
         cls, config: RunConfig, deepspeed: Mapping[str, Any], ranks: int, compute: Compute, device: Device
     ) -> _Facts:
         precision = config.precision
-        groups, has_hidden = _groups(config)
-        matrices = {name: shape for name, shape in parameter_shapes(config.model).items() if len(shape) == 2}
+        table, plan = config.optimizer, BatchPlan.from_config(config, ranks)
+        sizes = [config.batch.global_batch_size, *(part.global_batch_size for part in config.batch.ramp)]
+        groups, has_hidden = _groups(config.model, table.name, table.decay_embeddings)
+        names = parameter_shapes(replace(config.model, n_layers=1))
+        matrices = [shape for name, shape in names.items() if name.startswith("layers.") and len(shape) == 2]
         return cls(
             stage=zero_stage(deepspeed),
             compute=compute,
@@ -215,19 +234,21 @@ class _Facts:
             optimizer=config.optimizer.name,
             fused=is_torchs(config),
             compensated=precision.compensation == "kahan",
-            largest_matrix=max(matrices.values(), key=math.prod),
-            block=sum(math.prod(shape) for name, shape in matrices.items() if name.startswith("layers.0.")),
+            largest_matrix=max(matrices, key=math.prod),
+            block=sum(map(math.prod, matrices)),
+            embedding=config.model.vocab_size * config.model.d_model,
+            tied=config.model.tied,
             runs_again=config.memory.activation_checkpointing != "none",
             weight=BYTES[compute],
             master=BYTES[precision.master],
             moment=BYTES[precision.moments_dtype],
             summed=BYTES[precision.accumulate],
             sent=BYTES[deepspeed.get("communication_data_type", compute)],
-            later=BatchPlan.from_config(config, ranks).gradient_accumulation_steps > 1,
+            later=max(sizes) > plan.sequences_per_micro_step,
             device=device,
         )
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return sum(map(sum, self.groups))
 
@@ -257,7 +278,7 @@ class _Facts:
             return largest
         return min(largest, int(self.zero.get("sub_group_size", DEFAULT_SUB_GROUP)) + self.largest_piece)
 
-    @property
+    @cached_property
     def largest(self) -> int:
         return max(map(max, self.groups))
 
@@ -291,6 +312,12 @@ class _Facts:
                 for rank in range((end - size) // part, (end - 1) // part + 1):
                     yield rank, size, min(end, (rank + 1) * part) - max(end - size, rank * part)
 
+    @property
+    def contiguous(self) -> bool:
+        """Whether a bucket is one buffer, made beforehand."""
+        is_flat_and_offloaded = self.stage < 3 and self.place("offload_optimizer") == "host"
+        return bool(self.zero.get("contiguous_gradients", True)) or is_flat_and_offloaded
+
     def place(self, key: Literal["offload_optimizer", "offload_param"]) -> Place:
         """Where states or weights are: in main memory if they are offloaded."""
         section = self.zero.get(key)
@@ -298,21 +325,23 @@ class _Facts:
         return "host" if offloaded else "device"
 
 
-def _groups(config: RunConfig) -> tuple[tuple[tuple[int, ...], ...], bool]:
+@functools.lru_cache(maxsize=16)
+def _groups(model: ModelConfig, optimizer: str, decay_embeddings: bool) -> tuple[tuple[tuple[int, ...], ...], bool]:
     """Elements of the parameters by group, as `optimizer.parameter_groups` has them, and whether hidden matrices are
     a group of their own, the first one.
     """
-    shapes, table = parameter_shapes(config.model), config.optimizer
-    apart = table.name != "adamw"
-    hidden = [name for name, shape in shapes.items() if apart and name.startswith("layers.") and len(shape) == 2]
-    decayed = [
-        name
-        for name, shape in shapes.items()
-        if len(shape) == 2 and name not in hidden and (table.decay_embeddings or name != "embed_tokens.weight")
-    ]
-    rest = [name for name in shapes if name not in {*hidden, *decayed}]
-    names = [group for group in (hidden, decayed, rest) if group]
-    return tuple(tuple(math.prod(shapes[name]) for name in group) for group in names), apart
+    apart = optimizer != "adamw"
+    hidden: list[int] = []
+    decayed: list[int] = []
+    rest: list[int] = []
+    for name, shape in parameter_shapes(model).items():
+        is_matrix = len(shape) == 2
+        if apart and is_matrix and name.startswith("layers."):
+            group = hidden
+        else:
+            group = decayed if is_matrix and (decay_embeddings or name != "embed_tokens.weight") else rest
+        group.append(math.prod(shape))
+    return tuple(tuple(group) for group in (hidden, decayed, rest) if group), apart
 
 
 # ---------------------------------------------------------------- the engines
@@ -326,6 +355,32 @@ class _Engine:
 
     def held(self) -> list[Part]:
         raise NotImplementedError
+
+    def starting(self) -> list[Scene]:
+        """While model and engine are built. All else that is held is among it, but for the model's buffers.
+
+        The model is drawn in fp32, a tied one with a head that the embedding then replaces, and cast a parameter at a
+        time; on a GPU's machine that is main memory's. Then it is whole on the device.
+        """
+        f = self.f
+        place: Place = "device" if f.device == "cpu" else "host"
+        drawn = [Part("model in fp32", 4 * f.parameters, "4·P", place)]
+        if f.tied:
+            drawn.append(Part("head, before it is tied", 4 * f.embedding, "4·l", place))
+        elif f.weight != 4:
+            drawn.append(Part("a parameter, cast", f.weight * f.largest, f"{f.weight}·l", place))
+        return [drawn, [self._whole()], *self.building()]
+
+    def _whole(self) -> Part:
+        return Part("whole model", self.f.weight * self.f.parameters, f"{self.f.weight}·P")
+
+    def building(self) -> list[Scene]:
+        """Of that the engine's own."""
+        raise NotImplementedError
+
+    def first(self) -> list[Part]:
+        """What is held before the optimizer has a state: moments, momentum and compensation come in the first step."""
+        return [part for part in self.held() if part not in self.state(masters=False)]
 
     def gathered(self, backward: bool = False) -> list[Part]:
         """Beside them while the model runs."""
@@ -389,6 +444,12 @@ class _Engine:
     def state_place(self) -> Place:
         return self.f.place("offload_optimizer")
 
+    def _zeros(self, count: int, symbol: str) -> list[Part]:
+        """Gradients that the masters get at the start; those in main memory stay, and are among what is held."""
+        f = self.f
+        on_device = self.state_place == "device"
+        return [Part("gradients of zeros", f.master * count, f"{f.master}·{symbol}")] if on_device else []
+
     def temporaries(self) -> list[Part]:
         """Of the optimizer's own arithmetic."""
         f = self.f
@@ -447,6 +508,10 @@ class _Replicated(_Engine):
         flat = self._flat_copy([size for group in f.groups for size in group], WHOLE_BUCKET, f.weight)
         return [[*self.between_micro_steps(), Part("gradients in one piece", flat, f"{f.weight}·P")]]
 
+    def building(self) -> list[Scene]:
+        """DeepSpeed takes a step on zero gradients, unless it computes in fp32."""
+        return [self.first()] if self.in_place else [[*self.held(), *scene] for scene in self.stepping()]
+
     def stepping(self) -> list[Scene]:
         f = self.f
         if self.in_place:
@@ -465,6 +530,9 @@ class _Bf16(_Engine):
             self._state("accumulation buffer", f.summed, whole, symbol="Q"),
             *self.state(),
         ]
+
+    def building(self) -> list[Scene]:
+        return [self.first()]
 
     def between_micro_steps(self) -> list[Part]:
         return [self._state("gradients", self.f.weight, self.f.parameters, symbol="P")]
@@ -516,6 +584,15 @@ class _Flat(_Engine):
             ]
         return parts
 
+    def building(self) -> list[Scene]:
+        """A GPU without room for a flat copy beside the model has it made in main memory."""
+        f = self.f
+        scenes: list[Scene] = [[*self.first(), *self._zeros(f.partition, "p")]]
+        if f.device == "cpu":
+            flat = Part("flat copy of a group", f.weight * max(f.partitions) * f.ranks, f"{f.weight}·u·N")
+            scenes.append([self._whole(), flat])
+        return scenes
+
     def sums(self) -> list[Part]:
         """Gradients behind a reduction."""
         f = self.f
@@ -533,6 +610,9 @@ class _Flat(_Engine):
 
     def buckets(self, static: bool = False) -> list[Part]:
         f = self.f
+        if not f.contiguous:  # gradients stay where they were formed, of ZeRO-1 among all the others
+            formed = Part("gradients of a bucket", f.weight * min(f.bucket, f.parameters), f"{f.weight}·min(B, P)")
+            return [formed] if f.stage == 2 else []
         count = 2 if f.zero.get("overlap_comm", False) else 1
         return [Part("reduce buckets", count * f.bucket * self.staged, f"{count}·{self.staged}·B", static=static)]
 
@@ -625,12 +705,22 @@ class _Partitioned(_Engine):
             self._state("weights", f.weight, f.partition, weights),
             self._static("small parameters, whole", f.weight, self.persistent, symbol="K"),
             self._state("gradients", f.summed, f.partition, self.state_place),
-            self._static("reduce bucket", f.sent, f.bucket, symbol="B"),
+            *([self._static("reduce bucket", f.sent, f.bucket, symbol="B")] if f.contiguous else []),
             *self.state(),
         ]
         if self.state_place == "host":
             parts.append(self._static("gradients for the optimizer", f.master, f.partition, "host"))
         return parts
+
+    def building(self) -> list[Scene]:
+        f, later = self.f, ("gradients", "reduce bucket", "small parameters, whole")
+        return [
+            [*(part for part in self.first() if part.name not in later), *self._zeros(f.updated, "u")],
+            [*self.first(), self._one_gathered(), *self.gathering()],  # each parameter in turn, for its hooks
+        ]
+
+    def _one_gathered(self) -> Part:
+        return Part("one parameter, gathered", self.f.weight * self.f.largest, f"{self.f.weight}·l")
 
     @property
     def persistent(self) -> int:
@@ -664,8 +754,7 @@ class _Partitioned(_Engine):
         return []
 
     def saving(self) -> Scene:
-        whole = Part("one parameter, gathered", self.f.weight * self.f.largest, f"{self.f.weight}·l")
-        return [*super().saving(), whole]
+        return [*super().saving(), self._one_gathered()]
 
     def growing(self, gradients: int, later: bool) -> list[Part]:
         if not gradients:
@@ -673,6 +762,8 @@ class _Partitioned(_Engine):
         f = self.f
         full = f.sent * min(f.bucket, gradients)
         parts = [Part("bucket in the order of ranks", full, f"{f.sent}·min(B, g)")]
+        if not f.contiguous:  # gradients stay where they were formed
+            parts.append(Part("gradients of a bucket", f.weight * min(f.bucket, gradients), f"{f.weight}·min(B, g)"))
         return [*parts, *_gloo(f, "it", full, f"{f.sent}·min(B, g)")]
 
     def reducing(self, later: bool) -> list[Scene]:

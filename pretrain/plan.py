@@ -183,10 +183,9 @@ class Plan:
             f"  {unit_name:>8}        {'lives in':<32}  part{': formula' if formulas else ''}",
         ]
         for part in held.parts:
-            lives = "always" if len(part.moments) == len(MOMENTS) else ", ".join(part.moments)
             place = "" if part.place == "device" else "host"
             named = f"{part.name}: {part.formula}" if formulas else part.name
-            lines.append(f"  {part.bytes / unit:8.3f}  {place:<4}  {lives:<32}  {named}")
+            lines.append(f"  {part.bytes / unit:8.3f}  {place:<4}  {part.lives:<32}  {named}")
         peak = held.peak_moment
         sums = ", ".join(f"{moment}{'*' if moment == peak else ''} {held.at(moment) / unit:.3f}" for moment in MOMENTS)
         lines.append(f"  together: {sums}")

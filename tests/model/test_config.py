@@ -28,6 +28,8 @@ def test_a_config_survives_its_dict() -> None:
         ({"preset": "mini", "n_layers": 2.5}, "n_layers = 2.5 must be of type int"),
         ({"preset": "mini", "n_layers": True}, "n_layers = True must be of type int"),
         ({"preset": "mini", "n_layers": 0}, "n_layers = 0 must be positive"),
+        ({"preset": "mini", "n_layers": 1001}, "n_layers = 1001 is too deep: at most 1000"),
+        ({"preset": "mini", "n_layers": 2**31 - 1}, "n_layers = 2147483647 is too deep"),
         ({"preset": "mini", "norm_eps": float("nan")}, "norm_eps = nan"),
         ({"preset": "mini", "norm_eps": 10**400}, "norm_eps = a number of 1329 bits must be .*below 1e"),
         ({"preset": "mini", "rope_base": 16**5000 - 1}, "rope_base = a number of 20000 bits"),

@@ -29,7 +29,7 @@ class PiecewiseAdamW(torch.optim.Optimizer):
     m ← β₁m + (1−β₁)g;  v ← β₂v + (1−β₂)g²;  w ← w − lr·(m̂ / (√v̂ + eps) + weight_decay·w),  m̂ and v̂ without bias.
     The update uses m and v before they are rounded to their dtype. Weights in fp32 or bf16.
 
-    Random numbers of stochastic rounding are drawn for (seed, rank, step, parameter): the same in every resumed run.
+    Random numbers of rounding are drawn for (seed, rank, step, parameter): the same in every resumed run.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class PiecewiseAdamW(torch.optim.Optimizer):
 
     def adder(self, device: torch.device, state: State) -> Callable[[Tensor, Tensor, Tensor], None]:
         """What adds an fp32 update to weights; its third argument is what Kahan summation has left over."""
+        if self.compensation == "none":
+            return lambda weights, update, _: add_nearest(weights, update)
+        generator = generator_of(device, self.seed, self.rank, int(state["step"]), state["number"])
         if self.compensation == "kahan":
-            return add_kahan
-        if self.compensation == "stochastic":
-            generator = generator_of(device, self.seed, self.rank, int(state["step"]), state["number"])
-            return lambda weights, update, _: add_stochastic(weights, update, generator)
-        return lambda weights, update, _: add_nearest(weights, update)
+            return lambda weights, update, lost: add_kahan(weights, update, lost, generator)
+        return lambda weights, update, _: add_stochastic(weights, update, generator)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch does, but each state comes back in the dtype it was saved in: torch casts all to the weights'."""

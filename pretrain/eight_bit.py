@@ -40,12 +40,18 @@ def levels(signed: bool, device: torch.device) -> Tensor:
 
 
 def quantize(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """(n,) fp32 → codes (n,) uint8 and scales (⌈n / BLOCK⌉,) fp32; a block of zeros stays zeros."""
+    """(n,) fp32 → codes (n,) uint8 and scales (⌈n / BLOCK⌉,) fp32; a block of zeros stays zeros.
+
+    A second moment above 0 gets a level above 0, if not the nearest: as 0 beside a first moment that is none, it would
+    leave eps alone to divide by, and the update could be some hundred learning rates. So it is only too small.
+    """
     blocks = F.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1)
     table = levels(signed, values.device)
     relative = (blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).view(-1)[: len(values)]
     codes = torch.bucketize(relative, (table[:-1] + table[1:]) / 2, out_int32=True)
+    if not signed:
+        codes = codes.maximum(values > 0)
     return codes.to(torch.uint8), scales
 
 

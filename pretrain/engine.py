@@ -302,20 +302,25 @@ def rounding_warnings(config: RunConfig) -> list[str]:
     """What bf16 numbers lose in this recipe's optimizer, a line each.
 
     A second moment v in bf16 moves by (1 − beta2)(g² − v): downwards at most, where g = 0, by a part 1 − beta2 of
-    itself. Below 1/256, half the distance to the next number, that is rounded away: v grows and does not shrink.
+    itself. Below 1/256, half the distance to the next number, that is rounded away: v grows and does not shrink. The
+    same goes for the first moment, and for Muon's momentum.
     """
-    precision, beta2 = config.precision, config.optimizer.beta2
+    precision, optimizer = config.precision, config.optimizer
+    moments = {"beta1": "first moments", "beta2": "second moments"}
+    if optimizer.name == "muon":
+        moments["muon_momentum"] = "Muon's momenta"
     found = []
     if precision.master == "bf16" and precision.compensation == "none":
         found.append(
             "warning: bf16 masters lose every update below 1/512 of a weight, weight decay among them: "
             'precision.compensation = "kahan" (2 bytes a parameter) or "stochastic" (none) keeps them'
         )
-    if precision.moments_dtype == "bf16" and 1 - beta2 < 1 / 256:
-        found.append(
-            f"warning: second moments in bf16 do not shrink with optimizer.beta2 = {beta2}: "
-            'set it to 0.99 or less, or precision.moments = "fp32"'
-        )
+    for key, moment in moments.items():
+        if precision.moments_dtype == "bf16" and 1 - getattr(optimizer, key) < 1 / 256:
+            found.append(
+                f"warning: {moment} in bf16 do not shrink with optimizer.{key} = {getattr(optimizer, key)}: "
+                'set it to 0.99 or less, or precision.moments = "fp32"'
+            )
     return found
 
 

@@ -38,7 +38,8 @@ def learning_rate(step: int, schedule: ScheduleTable) -> float:
     if step < begin:
         return schedule.peak_lr
     left = (schedule.max_steps - step) / (schedule.max_steps - begin + 1)
-    return schedule.min_lr + (schedule.peak_lr - schedule.min_lr) * _shape(left, schedule)
+    rate = schedule.min_lr + (schedule.peak_lr - schedule.min_lr) * _shape(left, schedule)
+    return min(rate, schedule.peak_lr)  # the sum may be the last bit above it
 
 
 def first_falling_step(schedule: ScheduleTable) -> int:

@@ -19,7 +19,7 @@ from model.transformer import Transformer
 from pretrain.adamw import PiecewiseAdamW, direction
 from pretrain.checkpoint import CheckpointError, refuse_other_run
 from pretrain.config import RunConfig, parse_recipe
-from pretrain.eight_bit import BLOCK, dequantize, levels, quantize
+from pretrain.eight_bit import BLOCK, EightBitAdamW, dequantize, levels, quantize
 from pretrain.engine import TrainingEngine, process_group, resolve, rounding_warnings
 from pretrain.muon import Matrix, OrthogonalizingAdamW, cut, orthogonalize, rounds, spread
 from pretrain.optimizer import build_optimizer, parameter_groups
@@ -288,12 +288,34 @@ def test_updates_below_half_a_spacing() -> None:
     generator = generator_of(torch.device("cpu"), 1)
     for _ in range(2_000):
         add_nearest(nearest, nearest.float() * -1e-4)
-        add_kahan(kahan, kahan.float() * -1e-4, lost)
+        add_kahan(kahan, kahan.float() * -1e-4, lost, generator)
         add_stochastic(stochastic, stochastic.float() * -1e-4, generator)
     assert torch.equal(nearest, weights)
     left = (1 - 1e-4) ** 2_000
     torch.testing.assert_close(kahan.float() + lost.float(), weights.float() * left, rtol=2e-3, atol=0)
     assert float((stochastic.float() / weights.float()).mean()) == pytest.approx(left, rel=2e-3)
+
+
+@pytest.mark.parametrize("update", [3e-6, -1e-7])
+def test_kahan_summation_has_no_smallest_update(update: float) -> None:
+    """Weights of 1, as norm gains are: 2^-17 of them is 7.6e-6."""
+    weights, generator = torch.ones(1_000).bfloat16(), generator_of(torch.device("cpu"), 3)
+    lost = torch.zeros_like(weights)
+    for _ in range(2_000):
+        add_kahan(weights, torch.full((1_000,), update), lost, generator)
+    way = (weights.double() - 1 + lost.double()).mean()
+    assert float(way) == pytest.approx(2_000 * update, rel=0.05)
+
+
+def test_what_is_not_finite_is_rounded_to_itself() -> None:
+    bits = [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001, 0x7F800000, -0x800000]  # a GPU's NaN, its negative, …, ∞, −∞
+    values = torch.tensor(bits, dtype=torch.int32).view(torch.float32).repeat(500)
+    weights, lost = torch.zeros(len(values)).bfloat16(), torch.zeros(len(values)).bfloat16()
+    add_stochastic(weights, values, generator_of(torch.device("cpu"), 4))
+    assert torch.equal(weights.isnan(), values.isnan())
+    assert torch.equal(weights[values.isinf()].float(), values[values.isinf()])
+    add_kahan(weights.zero_(), values, lost, generator_of(torch.device("cpu"), 4))
+    assert not (weights + lost).isfinite().any()
 
 
 @pytest.mark.parametrize("value", [1.5, -1.5, 0.0, 3.0e38, -1e-30])
@@ -357,6 +379,11 @@ def test_what_bf16_loses_is_warned_of() -> None:
         found = rounding_warnings(parse_recipe({**TABLES, "precision": precision, "optimizer": {"beta2": beta2}}))
         assert len(found) == len(says)
         assert all(line.startswith(start) for line, start in zip(found, says, strict=True))
+    slow = {"beta1": 0.999, "beta2": 0.99, "muon_momentum": 0.998}
+    for name, keys in (("adamw", ["beta1"]), ("muon", ["beta1", "muon_momentum"])):
+        precision = {**PLAIN, "compensation": "kahan"}
+        found = rounding_warnings(parse_recipe({**TABLES, "precision": precision, "optimizer": {"name": name, **slow}}))
+        assert [line.split("optimizer.")[1].split(" =")[0] for line in found] == keys
     for beta2, shrinks in ((0.999, False), (0.99, True)):
         moment = torch.ones(4).bfloat16()
         for _ in range(50):
@@ -383,8 +410,28 @@ def test_each_moment_gets_the_nearest_level(signed: bool) -> None:
     assert not back[BLOCK : 2 * BLOCK].any()
     each = scales.repeat_interleave(BLOCK)[: len(values), None] * table
     nearest = (each - values[:, None]).abs().amin(1)
+    if not signed:  # one that is not 0 gets no 0
+        assert torch.equal(codes > 0, values > 0)
+        nearest = (each[:, 1:] - values[:, None]).abs().amin(1).where(values > 0, nearest)
     torch.testing.assert_close((back - values).abs(), nearest, rtol=1e-4, atol=1e-7 * float(values.abs().max()))
     assert torch.equal(quantize(back, signed)[0][:BLOCK], codes[:BLOCK]) or not signed
+
+
+@pytest.mark.parametrize("ratio", [1e-3, 3e-4, 1e-4, 1e-5, 0.0])
+def test_small_gradients_beside_large_ones_make_no_large_updates(ratio: float) -> None:
+    """Rounded to 0, a second moment leaves eps to divide by: updates of 266 times the rate for rows of 1/1000."""
+    weights = torch.nn.Parameter(torch.zeros(BLOCK))
+    groups = [{"params": [weights], "hidden": True}]
+    optimizer = EightBitAdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8, moments=torch.float32)
+    sizes = torch.full((BLOCK,), 1e-2)
+    sizes[BLOCK // 2 :] *= ratio
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(60):
+        before = weights.detach().clone()
+        weights.grad = torch.randn(BLOCK, generator=generator) * sizes
+        optimizer.step()
+        moved = (weights.detach() - before)[BLOCK // 2 :].abs().max()
+        assert float(moved) < 2, "AdamW's stay below 1.1"
 
 
 # ---------------------------------------------------------------- Muon

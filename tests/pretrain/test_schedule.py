@@ -94,6 +94,13 @@ def test_the_last_of_a_trillion_steps_learns_too(name: str) -> None:
     assert 0 < learning_rate(10**12 - 1, plan) < learning_rate(10**12 - 2, plan) < PEAK
 
 
+def test_no_rate_is_above_the_peak_by_a_rounding() -> None:
+    """min_lr + (peak_lr − min_lr) is here the number behind peak_lr."""
+    plan = schedule("cosine", 0, 10**14, peak_lr=0.000947, min_lr=0.000373)
+    assert plan.min_lr + (plan.peak_lr - plan.min_lr) > plan.peak_lr
+    assert learning_rate(0, plan) == plan.peak_lr
+
+
 def test_before_its_decay_a_run_knows_nothing_of_its_end() -> None:
     stable = rates(schedule("constant", 10, 400))
     for length, decay in ((100, 30), (101, 1), (400, 400 - 10)):

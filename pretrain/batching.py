@@ -7,7 +7,7 @@ is the same in every part. Which samples a step reads is `data_pipeline.steps`' 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from data_pipeline.steps import Steps
 from pretrain.config import BatchTable, RecipeError, RunConfig
@@ -32,8 +32,8 @@ class BatchPlan:
         _refuse_uneven("batch.global_batch_size", self.global_batch_size, self.micro_batch_size, self.world_size)
 
     @classmethod
-    def from_config(cls, config: RunConfig, world_size: int, step: int | None = None) -> BatchPlan:
-        """The plan of a step (from 0), or of those behind the ramp.
+    def from_config(cls, config: RunConfig, world_size: int) -> BatchPlan:
+        """The plan of the steps behind the ramp.
 
         RecipeError where the global batch of any part of the ramp does not divide, naming the part.
         """
@@ -41,8 +41,11 @@ class BatchPlan:
         for number, part in enumerate(batch.ramp):
             name = f"batch.ramp[{number}].global_batch_size"
             _refuse_uneven(name, part.global_batch_size, batch.micro_batch_size, world_size)
-        size = batch.global_batch_size if step is None else steps_of(batch).size(step)
-        return cls(size, batch.micro_batch_size, world_size, config.model.seq_len)
+        return cls(batch.global_batch_size, batch.micro_batch_size, world_size, config.model.seq_len)
+
+    def of_step(self, step: int, steps: Steps) -> BatchPlan:
+        """The plan of a step (from 0) of a run with these steps, be it in the ramp or behind it."""
+        return replace(self, global_batch_size=steps.size(step))
 
     @property
     def sequences_per_micro_step(self) -> int:

@@ -406,14 +406,14 @@ def train(
             report.saved(receipt.save_seconds, grace_seconds)
 
         stack.enter_context(one_ranks_fault())
-        first_step = state.global_step
+        first_step, steps = state.global_step, steps_of(config.batch)
         unsaved: Measured | None = None  # of the last whole step, as long as no checkpoint has it
         try:
             if resumed_from is not None and lacks_evaluation(resumed_from, state, config):
                 report.scores(state, heldout_scores(engine, inputs, ranks, stopping))
             while state.global_step < schedule.max_steps:
                 lr = learning_rate(state.global_step, schedule)
-                plan = BatchPlan.from_config(config, ranks.world_size, state.global_step)
+                plan = inputs.plan.of_step(state.global_step, steps)
                 with report.timed_step():
                     result = train_step(engine, batches, plan, lr, stopping=stopping)
                 state.advance(plan, result.tokens)

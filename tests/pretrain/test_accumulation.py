@@ -129,7 +129,7 @@ def fp32_case(ranks: Ranks, settings: list[tuple[int, float | str]]) -> list[lis
             assert engine._engine.gradient_clipping() == (0.0 if clipping == "off" else clipping)
             found.append([])
             for step in range(STEPS):
-                plan = BatchPlan.from_config(config, ranks.world_size, step)
+                plan = BatchPlan.from_config(config, ranks.world_size).of_step(step, steps_of(config.batch))
                 done = train_step(engine, batches, plan, lr=0.0)
                 assert engine._engine.global_steps == step + 1
                 figures = {"loss": done.loss, "norm": done.grad_norm, "tokens": done.tokens}
@@ -185,7 +185,7 @@ def bf16_case(ranks: Ranks, settings: list[tuple[int, str, str]]) -> list[dict[s
                 step()
 
             engine.step = keep  # type: ignore[method-assign]
-            plan = BatchPlan.from_config(config, ranks.world_size, step=1)
+            plan = BatchPlan.from_config(config, ranks.world_size).of_step(1, steps_of(config.batch))
             train_step(engine, micro_batches(ranks, first_sample=8), plan, lr=0.0)
             found.append(gradients)
     return found if ranks.is_first else []
@@ -198,7 +198,7 @@ def micro_gradients() -> list[dict[str, torch.Tensor]]:
     for _, parameter in model.named_parameters():
         parameter.data = parameter.data.bfloat16()
     inputs, targets = (torch.from_numpy(array[8:24]) for array in rows())
-    plan = BatchPlan.from_config(config, 2, step=1)
+    plan = BatchPlan.from_config(config, 2).of_step(1, steps_of(config.batch))
     scale = plan.gradient_accumulation_steps * 2 / int((targets != -100).sum())
     found = []
     for start in range(0, 16, MICRO):

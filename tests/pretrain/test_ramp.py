@@ -166,14 +166,9 @@ def test_one_rank_reads_what_two_read_and_a_plain_run_may_grow(tiny_recipe: Tabl
 def test_a_part_that_does_not_divide_is_named() -> None:
     ramp = [{"until_samples": 48, "global_batch_size": 12}, {"until_samples": 96, "global_batch_size": 24}]
     config = recipe(batch={"ramp": ramp})
-    assert [BatchPlan.from_config(config, 1, step).gradient_accumulation_steps for step in (0, 3, 4, 5, 6)] == [
-        3,
-        3,
-        6,
-        6,
-        8,
-    ]
-    assert steps_of(config.batch) == Steps(32, ((48, 12), (96, 24)))
+    steps, plan = steps_of(config.batch), BatchPlan.from_config(config, 1)
+    assert [plan.of_step(step, steps).gradient_accumulation_steps for step in (0, 3, 4, 5, 6)] == [3, 3, 6, 6, 8]
+    assert steps == Steps(32, ((48, 12), (96, 24)))
     with pytest.raises(RecipeError, match=re.escape("batch.ramp[0].global_batch_size = 12 is not a multiple of")):
         BatchPlan.from_config(config, 2)
 

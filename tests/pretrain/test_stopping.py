@@ -22,7 +22,7 @@ import torch
 import pretrain.stopping
 import pretrain.train
 from data_pipeline.loader import Loader
-from pretrain.batching import BatchPlan
+from pretrain.batching import BatchPlan, steps_of
 from pretrain.checkpoint import Checkpoints, list_checkpoints, verify
 from pretrain.config import parse_recipe
 from pretrain.engine import TrainingEngine, process_group, resolve
@@ -216,7 +216,10 @@ def dropping_case(ranks: Ranks, folder: Path) -> list[str]:
             resolved = resolve({"zero_optimization": zero}, config, ranks.world_size)
             for way in ("dropped", "whole"):
                 engine = TrainingEngine(build_model(config), config, resolved, ranks, torch.device("cpu"))
-                plans = [BatchPlan.from_config(config, ranks.world_size, step) for step in range(2)]
+                plans = [
+                    BatchPlan.from_config(config, ranks.world_size).of_step(step, steps_of(config.batch))
+                    for step in range(2)
+                ]
                 path = folder / str(number) / way
                 train_step(engine, micro_batches(ranks), plans[0], lr=1e-2)
                 engine.save(path / "first")

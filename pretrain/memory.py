@@ -135,7 +135,7 @@ def budget(
     engine = _engine(_Facts.of(config, deepspeed, world_size, compute, device))
     later = engine.f.later
     buffers = [_of_model(one, True) for one in activations.buffers(config.model)]
-    resting = [*buffers, *engine.held(), *(engine.between_micro_steps() if later else engine.sums())]
+    resting = [*buffers, *engine.held(), *engine.resting()]
     merged: dict[Part, list[Moment]] = {part: [] for part in resting}
     running = _scenes(engine, config, world_size, compute, device, later)
     moments = [(moment, [[*buffers, *engine.held(), *scene] for scene in scenes]) for moment, scenes in running]
@@ -397,6 +397,10 @@ class _Engine:
     def sums(self) -> list[Part]:
         """Beside them between the last backward of an update and its step."""
         return self.between_micro_steps()
+
+    def resting(self) -> list[Part]:
+        """Beside them between two calls of the engine, when most."""
+        return self.between_micro_steps() if self.f.later else self.sums()
 
     def growing(self, gradients: int, later: bool) -> list[Part]:
         """Beside them in a backward pass, of which so many parameters have their gradient; `later`: earlier
@@ -703,7 +707,6 @@ class _Partitioned(_Engine):
         weights = f.place("offload_param")
         parts = [
             self._state("weights", f.weight, f.partition, weights),
-            self._static("small parameters, whole", f.weight, self.persistent, symbol="K"),
             self._state("gradients", f.summed, f.partition, self.state_place),
             *([self._static("reduce bucket", f.sent, f.bucket, symbol="B")] if f.contiguous else []),
             *self.state(),
@@ -713,7 +716,7 @@ class _Partitioned(_Engine):
         return parts
 
     def building(self) -> list[Scene]:
-        f, later = self.f, ("gradients", "reduce bucket", "small parameters, whole")
+        f, later = self.f, ("gradients", "reduce bucket")
         return [
             [*(part for part in self.first() if part.name not in later), *self._zeros(f.updated, "u")],
             [*self.first(), self._one_gathered(), *self.gathering()],  # each parameter in turn, for its hooks
@@ -722,16 +725,26 @@ class _Partitioned(_Engine):
     def _one_gathered(self) -> Part:
         return Part("one parameter, gathered", self.f.weight * self.f.largest, f"{self.f.weight}·l")
 
+    def resting(self) -> list[Part]:
+        """From the end of a step on; the next one cuts them, and so does a checkpoint (`partition_all_parameters`)."""
+        return [self._static("small parameters, whole", self.f.weight, self.persistent, symbol="K")]
+
     @property
     def persistent(self) -> int:
+        return sum(self._kept_whole)
+
+    @cached_property
+    def _kept_whole(self) -> list[int]:
         zero = self.f.zero
         threshold = int(zero.get("stage3_param_persistence_threshold", DEFAULT_PERSISTENCE))
         room = int(zero.get("stage3_model_persistence_threshold", 2**62))
+        kept: list[int] = []
         total = 0
         for size in (size for group in self.f.groups for size in group):
             if size <= threshold and total + size <= room:
+                kept.append(size)
                 total += size
-        return total
+        return kept
 
     def gathered(self, backward: bool = False) -> list[Part]:
         f, zero = self.f, self.f.zero
@@ -745,7 +758,7 @@ class _Partitioned(_Engine):
         kept = f.largest + max(0, reuse // 2 - f.largest)
         kept = max(kept, f.block) if backward and f.runs_again else kept
         count = min(rest, kept + min(prefetch, max(0, live - kept)))
-        return [Part("gathered parameters", f.weight * count, f"{f.weight}·G")]
+        return [*self.resting(), Part("gathered parameters", f.weight * count, f"{f.weight}·G")]
 
     def gathering(self) -> list[Part]:
         return _gloo(self.f, "gathered weights", self.f.weight * self.f.largest, f"{self.f.weight}·l")
@@ -769,8 +782,9 @@ class _Partitioned(_Engine):
     def reducing(self, later: bool) -> list[Scene]:
         f = self.f
         if f.largest <= f.bucket:
-            return [self.growing(f.parameters, later)]
+            return [[*self.resting(), *self.growing(f.parameters, later)]]
         parts: list[Part] = [
+            *self.resting(),
             Part("its parameter, gathered", f.weight * f.largest, f"{f.weight}·l"),
             Part("gradient beyond the bucket", f.weight * f.largest, f"{f.weight}·l"),
         ]
@@ -781,7 +795,7 @@ class _Partitioned(_Engine):
     def stepping(self) -> list[Scene]:
         f = self.f
         if self.state_place == "host":
-            return [[]]
+            return [self._whole_again()]
         flat = Part("gradients in one piece", f.summed * f.updated, f"{f.summed}·u")
         cast = Part("gradients as the masters are", f.master * f.updated, f"{f.master}·u")
         casts = f.master != f.summed
@@ -789,7 +803,14 @@ class _Partitioned(_Engine):
             [Part("a gradient in fp64, for the norm", 8 * f.largest_piece, "8·l")],
             [flat, *([cast] if casts else [])],
             [cast if casts else flat, *self.temporaries()],
+            self._whole_again(),
         ]
+
+    def _whole_again(self) -> Scene:
+        """At the end of a step, one small parameter after another."""
+        size = self.f.weight * max(self._kept_whole, default=0)
+        again = Part("a small parameter, gathered", size, f"{self.f.weight}·l")
+        return [*self.resting(), again, *_gloo(self.f, "it", size, f"{self.f.weight}·l")]
 
 
 def _engine(facts: _Facts) -> _Engine:

@@ -137,10 +137,10 @@ class ScheduleTable(_Table):
 
     @model_validator(mode="after")
     def _in_order(self) -> ScheduleTable:
-        if self.min_lr > self.peak_lr:
-            raise ValueError(f"min_lr {self.min_lr} is above peak_lr {self.peak_lr}: lower min_lr")
         if self.peak_lr < 1e-30:  # a step's part of it could be rounded to 0
             raise ValueError(f"peak_lr {self.peak_lr} is too small for any update: raise it to 1e-30 or more")
+        if self.min_lr > self.peak_lr:
+            raise ValueError(f"min_lr {self.min_lr} is above peak_lr {self.peak_lr}: lower min_lr")
         if self.warmup_steps >= self.max_steps:
             raise ValueError(
                 f"warmup_steps {self.warmup_steps} leaves no step of max_steps {self.max_steps}: shorten the warm-up"

@@ -89,7 +89,7 @@ def test_unknown_keys_name_their_nearest_neighbour(path, override, names):
         ("schedule.peak_lr=-1", "schedule.peak_lr = -1: should be greater than 0"),
         ("schedule.peak_lr=abc", "schedule.peak_lr = 'abc': should be a valid number"),
         ("schedule.peak_lr=nan", "finite"),
-        ("schedule.peak_lr=1e-300", "1e-30"),
+        ("schedule.peak_lr=1e-300", "raise it to 1e-30 or more"),
         ("schedule.min_lr=0.1", "lower min_lr"),
         ("schedule.warmup_steps=100", "shorten the warm-up"),
         ("batch.micro_batch_size=4.0", "batch.micro_batch_size = 4.0: should be a valid integer"),

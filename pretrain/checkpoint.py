@@ -193,7 +193,7 @@ class Checkpoints:
                     "could run when it is loaded: it was not; take a checkpoint that a run of this program wrote"
                 ) from None
         if written is not None:
-            self.say(f"{path} was written by {written}: converted for {engine.layout()}")
+            self.say(f"{path} was written by {written}: converted for {engine.layout().told_beside(written)}")
         return TrainState.of(path)
 
 

@@ -47,6 +47,10 @@ class Layout:
     def __str__(self) -> str:
         return f"{self.world_size} rank{'s' if self.world_size > 1 else ''} under ZeRO-{self.stage}"
 
+    def told_beside(self, other: Layout) -> str:
+        """What it is that `other`, which is not equal, is not: one may be of another DeepSpeed JSON alone."""
+        return str(self) if str(self) != str(other) else f"{self}, its parameters laid out otherwise"
+
 
 def places(layout: Layout, lengths: Sequence[int], gaps: Sequence[Sequence[int]]) -> list[Places]:
     """For each flat partition where its parameters' elements lie, on all ranks.

@@ -72,6 +72,7 @@ CHAINS = [
     # Another order of parameters, and gaps between them: other layouts too.
     Chain("fp32", (Place(1, 2, '{"round_robin_gradients": true}'), Place(1, 2), Place(0, 2))),
     Chain("fp16", (Place(2, 2, '{"parameter_alignment": true}'), Place(2, 2), Place(3, 2))),
+    Chain("muon", (Place(3, 2), Place(3, 2, '{"sub_group_size": 20000}'), Place(3, 2))),
     Chain("adamw", (Place(0, 2), Place(3, 1, OFFLOADED), Place(1, 2, OFFLOADED))),
 ]
 
@@ -315,6 +316,13 @@ def test_every_element_has_one_place(stage: int, world_size: int) -> None:
                 taken |= here
         if stage == 1:
             assert max(offset for _, offset in taken) < lengths[number]
+
+
+def test_what_is_converted_is_told_apart() -> None:
+    here, elsewhere = Layout(2, 2, ((("a", 50), ("b", 1)),)), Layout(2, 1, ((("a", 50), ("b", 1)),))
+    assert here.told_beside(elsewhere) == "2 ranks under ZeRO-2"
+    reordered = Layout(2, 2, ((("b", 1), ("a", 50)),))
+    assert here.told_beside(reordered) == "2 ranks under ZeRO-2, its parameters laid out otherwise"
 
 
 def test_some_moments_of_8_bits_are_decoded_as_all_of_them() -> None:

@@ -37,14 +37,14 @@ def add_stochastic(weights: Tensor, update: Tensor, generator: torch.Generator) 
 
 
 def _stochastic(values: Tensor, generator: torch.Generator) -> Tensor:
-    """fp32 → each number's bf16 neighbour above or below, in fp32. What bf16 holds stays, as does what is not finite.
+    """fp32 → each number's bf16 neighbour above or below, in fp32. What bf16 holds stays, as does NaN.
 
     bf16 is the upper half of an fp32 number: a random number below 2^16 added to the lower half carries into the upper
     one with probability (lower half) / 2^16. In a NaN it could carry into the sign, and leave a 0.
     """
     chance = torch.randint(2**16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     bits = chance.add_(values.view(torch.int32)).bitwise_and_(-(2**16))
-    return torch.where(values.isfinite(), bits.view(torch.float32), values)
+    return torch.where(values.isnan(), values, bits.view(torch.float32))
 
 
 def generator_of(device: torch.device, *key: int) -> torch.Generator:

@@ -25,8 +25,9 @@ def live_storages(device: torch.device) -> dict[int, int]:
     """
     storages: dict[int, int] = {}
     for found in gc.get_objects():
-        if not issubclass(type(found), torch.Tensor):
-            continue
+        kind = type(found)
+        if not issubclass(kind, torch.Tensor) or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            continue  # no tensor, or a compiler's, which has no memory
         for tensor in (found, found.grad if found.is_leaf else None):
             if tensor is not None and tensor.device.type == device.type and tensor.layout == torch.strided:
                 storage = tensor.untyped_storage()

@@ -31,6 +31,16 @@ def test_a_storage_counts_once_and_gradients_count() -> None:
     assert live_bytes(CPU) - before == 4 * MEGABYTE
 
 
+def test_a_compilers_tensors_have_no_memory() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    before = live_bytes(CPU)
+    with FakeTensorMode():
+        imagined = numbers(4)
+    assert imagined.device.type == "cpu"
+    assert live_bytes(CPU) == before
+
+
 def test_the_peak_has_temporaries_and_phases() -> None:
     with PeakTracker(CPU) as tracker:
         kept = numbers(4)

@@ -133,8 +133,10 @@ stop.install()
 if sys.argv[1] == "together":
     stop.begin()
 print("ready", flush=True)
+if sys.argv[1] == "alone":
+    time.sleep(3600)
 while not stop.wanted():
-    time.sleep(0.01 if sys.argv[1] == "together" else 3600)
+    time.sleep(0.01)
 sys.exit(f"noted {stop.reason}")
 """
 

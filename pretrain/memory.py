@@ -524,8 +524,8 @@ class _Replicated(_Engine):
         return [[*self.between_micro_steps(), cast, *self.temporaries()]]
 
 
-class _Bf16(_Engine):
-    """ZeRO-1, bf16 with sums in fp32: bf16_optimizer.py. Each gradient is added to a whole fp32 buffer."""
+class _Bf16(_Replicated):
+    """ZeRO-1, bf16 with sums in fp32: bf16_optimizer.py. Gradients stay whole, and are added to a whole fp32 buffer."""
 
     def held(self) -> list[Part]:
         f, whole = self.f, self.f.partition * self.f.ranks
@@ -537,14 +537,6 @@ class _Bf16(_Engine):
 
     def building(self) -> list[Scene]:
         return [self.first()]
-
-    def between_micro_steps(self) -> list[Part]:
-        return [self._state("gradients", self.f.weight, self.f.parameters, symbol="P")]
-
-    def growing(self, gradients: int, later: bool) -> list[Part]:
-        if later:
-            return self.between_micro_steps()
-        return [Part("gradients so far", self.f.weight * gradients, f"{self.f.weight}·g")]
 
     def reducing(self, later: bool) -> list[Scene]:
         f = self.f

@@ -62,7 +62,7 @@ def test_a_failed_check_says_why_and_exits_1(tmp_path: Path) -> None:
 
 def test_a_model_larger_than_the_memory_is_refused(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text('[model]\npreset = "mini"\nn_layers = 10000000\n', encoding="utf-8")
+    recipe.write_text('[model]\npreset = "mini"\nn_layers = 1000\nd_ff = 10000000\n', encoding="utf-8")
     outcome = run("verify", str(recipe))
     assert (outcome.returncode, outcome.stderr.count("\n")) == (2, 1)
     assert "GB in fp32 and this machine has" in outcome.stderr

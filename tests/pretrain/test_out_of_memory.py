@@ -191,7 +191,7 @@ def test_the_line_needs_no_memory_to_count_tensors(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("pretrain.out_of_memory.live_bytes", list_them)
     line = explain_reading(MemoryError(), "read less", torch.device("cpu"))
-    assert re.fullmatch(r"out of memory; held were \d+ MB resident: read less", line)
+    assert re.fullmatch(r"out of memory; held were [\d.]+ [MG]B resident: read less", line)
 
 
 @pytest.mark.parametrize(

@@ -153,10 +153,11 @@ def forward(config: ModelConfig, work: Pass) -> tuple[Moment, ...]:
     return tuple(moments)
 
 
-def backward(config: ModelConfig, work: Pass) -> tuple[Moment, ...]:
+def backward(config: ModelConfig, work: Pass, passing: int = 0) -> tuple[Moment, ...]:
     """From the head to the embedding; a block that was run again holds all of its own while it is gone through.
 
-    `gradients` of each moment: those of the parameters that are done with when it comes.
+    `gradients` of each moment: those of the parameters that are done with when it comes. The block in which they pass
+    the number `passing` (what an engine collects before it reduces, say) is among the moments, and the next one.
     """
     symbols, last = _symbols(config, work), config.n_layers - 1
     inputs = _inputs(work, symbols)
@@ -175,7 +176,9 @@ def backward(config: ModelConfig, work: Pass) -> tuple[Moment, ...]:
             behind_blocks,
         ),
     ]
-    for layer in _telling_layers(config, work):
+    passed = last - max(0, passing - behind_blocks - config.d_model) // block
+    layers = {*_telling_layers(config, work), *(layer for layer in (passed, passed - 1) if layer >= 0)}
+    for layer in sorted(layers, reverse=True):
         before = (*inputs, *_kept(work, symbols, layer), *head)
         at_down = behind_blocks + config.d_model + (last - layer) * block + config.d_model * config.d_ff
         at_output = at_down + config.d_model * (2 * config.d_ff + 1 + heads)

@@ -173,7 +173,7 @@ def _scenes(
 
     yield "forward", of(activations.forward(config.model, work), [*earlier, *gathered])
     backward = list(engine.reducing(later))
-    for moment in activations.backward(config.model, work):
+    for moment in activations.backward(config.model, work, passing=engine.f.bucket):
         backward += of([moment], [*engine.growing(moment.gradients, later), *gathered_backward])
     yield "backward", backward
     yield "step", list(engine.stepping())

@@ -24,12 +24,12 @@ from rich.progress import BarColumn, Progress, TextColumn
 from data_pipeline.order import SampleOrder
 from model.accounting import flops_per_token
 from pretrain.batching import steps_of
-from pretrain.checkpoint import TrainState
 from pretrain.config import RunConfig
 from pretrain.engine import SMALLEST_LOSS_SCALE
 from pretrain.evaluate import Score
 from pretrain.plan import Reading
 from pretrain.run_directory import RunDirectory, RunState, now
+from pretrain.state import TrainState
 
 
 class MetricsLog:

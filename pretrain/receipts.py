@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from pretrain.run_directory import RunDirectory, now, write_text
 
 if TYPE_CHECKING:
-    from pretrain.checkpoint import TrainState
+    from pretrain.state import TrainState
 
 
 @dataclass

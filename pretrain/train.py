@@ -23,12 +23,6 @@ from model.loss import IGNORED
 from model.transformer import Transformer
 from pretrain.batching import BatchPlan, steps_of
 from pretrain.checkpoint import (
-    Checkpoints,
-    Measured,
-    TrainState,
-    choose,
-    clear_leftovers,
-    converted_from,
     fill,
     find,
     load_weights,
@@ -37,13 +31,13 @@ from pretrain.checkpoint import (
     refuse_unhealthy,
     tokenizer_of,
     verify,
-    with_defaults,
 )
 from pretrain.config import Compute, RecipeError, RunConfig, from_root, to_toml
 from pretrain.engine import TrainingEngine, device_refusal, process_group, read_json, resolve, rounding_warnings
 from pretrain.evaluate import Score, evaluate, isolates_documents
 from pretrain.metrics import Report
 from pretrain.receipts import Receipt
+from pretrain.resuming import choose, clear_leftovers, converted_from, with_defaults
 from pretrain.retention import Retention
 from pretrain.run_directory import CheckpointError, RunDirectory, write_text
 from pretrain.runtime import (
@@ -56,7 +50,9 @@ from pretrain.runtime import (
     refuse_without_compiler,
     seed_everything,
 )
+from pretrain.saving import Checkpoints
 from pretrain.schedule import jump, learning_rate
+from pretrain.state import Measured, TrainState
 from pretrain.stopping import (
     Poll,
     StopAgreedError,

@@ -12,17 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.checkpoint import (
-    choose,
-    clear_leftovers,
-    converted_from,
-    find,
-    list_checkpoints,
-    load_model,
-    run_of,
-    verify,
-)
+from pretrain.checkpoint import find, list_checkpoints, load_model, run_of, verify
 from pretrain.config import parse_recipe
+from pretrain.resuming import choose, clear_leftovers, converted_from
 from pretrain.run_directory import CheckpointError, RunDirectory, RunDirectoryError
 from pretrain.runtime import Ranks
 from pretrain.train import Inputs, begin_attempt, train

@@ -16,13 +16,14 @@ from torch import Tensor
 
 import pretrain.train
 from data_pipeline.loader import Batch
-from pretrain.checkpoint import TrainState, list_checkpoints
+from pretrain.checkpoint import list_checkpoints
 from pretrain.config import RunConfig, parse_recipe
 from pretrain.eight_bit import BLOCK, decoded, dequantize, quantize
 from pretrain.elastic import Layout, places
 from pretrain.engine import TrainingEngine, process_group, resolve
 from pretrain.metrics import Report, read_metrics
 from pretrain.runtime import Ranks
+from pretrain.state import TrainState
 from pretrain.train import train_step
 from tests.pretrain.test_engine import build_model, micro_batches, plan_of, recipe
 from tests.pretrain.test_fp16 import overflows_at, with_fp16

@@ -17,11 +17,12 @@ from unittest import mock
 import pytest
 import torch
 
-from pretrain.checkpoint import TrainState, list_checkpoints, load_model
+from pretrain.checkpoint import list_checkpoints, load_model
 from pretrain.config import RecipeError, parse_recipe
 from pretrain.engine import TrainingEngine, process_group, refusal
 from pretrain.metrics import Report, TrainingDivergedError, all_records, read_metrics
 from pretrain.runtime import Ranks, auto_compute, precision_note
+from pretrain.state import TrainState
 from pretrain.train import StepResult, train, train_step
 from tests.pretrain.recipe import recipe as smallest_recipe
 from tests.pretrain.test_engine import build, micro_batches, plan_of, recipe

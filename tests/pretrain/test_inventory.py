@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from data_pipeline.durable import file_sha256
 from pretrain import checkpoint as store
 from pretrain.__main__ import app
-from pretrain.checkpoint import Measured, list_checkpoints, load_model, load_weights, manifest_of, verify
+from pretrain.checkpoint import list_checkpoints, load_model, load_weights, manifest_of, verify
 from pretrain.config import RecipeError, parse_recipe
 from pretrain.engine import process_group
 from pretrain.evaluate import evaluate_checkpoint
@@ -28,6 +28,7 @@ from pretrain.export import export_hf
 from pretrain.metrics import TrainingDivergedError, read_metrics
 from pretrain.run_directory import CheckpointError, RunDirectory, RunDirectoryError
 from pretrain.runtime import Ranks
+from pretrain.state import Measured
 from pretrain.train import Inputs, initial_weights, train, train_step
 from tests.pretrain import test_engine as engines
 from tests.ranks import run_ranks

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.order import SampleOrder
-from pretrain.checkpoint import TrainState
 from pretrain.metrics import MetricsLog, Report, all_records, format_duration, read_metrics
 from pretrain.run_directory import RunDirectory
+from pretrain.state import TrainState
 from tests.pretrain.recipe import recipe
 
 

@@ -17,12 +17,13 @@ from torch import Tensor
 from data_pipeline.order import SampleOrder
 from model.transformer import Transformer
 from pretrain.adamw import PiecewiseAdamW, direction
-from pretrain.checkpoint import CheckpointError, refuse_other_run
+from pretrain.checkpoint import CheckpointError
 from pretrain.config import RunConfig, parse_recipe
 from pretrain.eight_bit import BLOCK, EightBitAdamW, dequantize, levels, quantize
 from pretrain.engine import TrainingEngine, process_group, resolve, rounding_warnings
 from pretrain.muon import Matrix, OrthogonalizingAdamW, cut, orthogonalize, rounds, spread
 from pretrain.optimizer import build_optimizer, parameter_groups
+from pretrain.resuming import refuse_other_run
 from pretrain.rounding import add_kahan, add_nearest, add_stochastic, generator_of
 from pretrain.runtime import Ranks
 from pretrain.train import optimizer_identity, train_step

@@ -20,11 +20,12 @@ import torch
 import pretrain.evaluate
 import pretrain.generate
 from pretrain.__main__ import main
-from pretrain.checkpoint import Checkpoints, list_checkpoints, load_model
+from pretrain.checkpoint import list_checkpoints, load_model
 from pretrain.config import parse_recipe, to_toml
 from pretrain.engine import TrainingEngine
 from pretrain.out_of_memory import RAISE_LIMIT, asked_bytes, explain_reading, is_out_of_memory
 from pretrain.runtime import Ranks
+from pretrain.saving import Checkpoints
 from tests.ranks import run_ranks
 
 MB = 10**6

@@ -22,14 +22,15 @@ from data_pipeline.order import SampleOrder
 from data_pipeline.recorded_run import read_run
 from data_pipeline.steps import Steps
 from pretrain.batching import BatchPlan, steps_of
-from pretrain.checkpoint import TrainState, choose
 from pretrain.config import RecipeError, parse_recipe
 from pretrain.engine import process_group
 from pretrain.metrics import Report, read_metrics
 from pretrain.plan import Reading, plan
+from pretrain.resuming import choose
 from pretrain.run_directory import CheckpointError
 from pretrain.runtime import Ranks
 from pretrain.schedule import learning_rate
+from pretrain.state import TrainState
 from pretrain.train import Inputs, StepResult, train_step
 from tests.pretrain.recipe import recipe
 from tests.pretrain.test_resume import assert_same_checkpoint

@@ -13,10 +13,11 @@ from unittest import mock
 import pytest
 import torch
 
-from pretrain.checkpoint import TrainState, list_checkpoints
+from pretrain.checkpoint import list_checkpoints
 from pretrain.config import parse_recipe
 from pretrain.metrics import Report, all_records, read_metrics
 from pretrain.runtime import Ranks
+from pretrain.state import TrainState
 from pretrain.train import train
 from tests.ranks import Started, live_ranks, run_ranks
 

@@ -13,7 +13,8 @@ from typing import Annotated
 
 import typer
 
-from launch.local import LaunchError, prepare
+from launch.errors import LaunchError
+from launch.local import prepare
 from launch.local import run as run_launch
 
 PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")

@@ -25,6 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from launch.errors import LaunchError
+
 FAILED = 1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
 # DeepSpeed's launch.py kills its children 30 s after a signal; what is still there a little later is ended here.
@@ -32,10 +34,6 @@ GRACE_SECONDS = 45.0
 _PR_SET_PDEATHSIG = 1
 SMI_SECONDS = 60.0
 GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # Linux: the first and the last it hands out by itself
-
-
-class LaunchError(ValueError):
-    """Something that cannot be started as asked; the message is one line with the remedy."""
 
 
 @dataclass(frozen=True)

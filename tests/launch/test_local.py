@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from launch.demo import Demo
+from launch.errors import LaunchError
 from launch.local import (
     End,
     Launch,
-    LaunchError,
     added_environment,
     devices,
     free_port,

@@ -229,7 +229,7 @@ def _is_furniture(pid: int, line: str, first_pid: int) -> bool:
 
 def _namespace(pid: int) -> str | None:
     with suppress(OSError):
-        return os.readlink(f"/proc/{pid}/ns/pid")
+        return str(Path(f"/proc/{pid}/ns/pid").readlink())
     return None
 
 

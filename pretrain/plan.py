@@ -15,7 +15,7 @@ from pretrain.config import Compute, RecipeError, RunConfig, from_root, parse_re
 from pretrain.device_memory import GB, MB, DeviceMemory, show_size
 from pretrain.engine import read_json, resolve, rounding_warnings, zero_stage
 from pretrain.fit import FRAGMENTATION, Need
-from pretrain.memory import LEGEND, MOMENTS, Budget, budget
+from pretrain.memory import BYTES, LEGEND, MOMENTS, Budget, budget
 
 UNITS = {"mb": MB, "gb": GB, "tb": 10**12, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -115,6 +115,15 @@ class Plan:
     def total_tokens(self) -> int:
         return steps_of(self.config.batch).samples_before(self.config.schedule.max_steps) * self.batch.seq_len
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """One checkpoint on disk, all ranks' files together: masters, moments and what else the optimizer keeps, and
+        the weights twice (weights.safetensors, DeepSpeed's own file)."""
+        not_saved = ("weights", "gradients", "accumulation buffer")
+        kept = sum(part.bytes for part in self.budget.parts if part.state and part.name not in not_saved)
+        weights = BYTES[self.config.precision.compute_where(AUTO_IS)] * self.parameters
+        return kept * (self.batch.world_size if self.stage else 1) + 2 * weights
+
     def to_dict(self) -> dict[str, Any]:
         """All figures, JSON-able; memory in bytes per rank."""
         held = self.budget
@@ -148,6 +157,8 @@ class Plan:
                 "host_peak_bytes": held.peak_bytes("host"),
             },
             "stages": [row.to_dict(self.parameters) for row in self.rows],
+            "data": {name: str(from_root(getattr(self.config.data, name))) for name in ("path", "tokenizer")},
+            "checkpoint": {"bytes": self.checkpoint_bytes, **self.config.checkpoint.model_dump()},
             "verdict": None if self.verdict is None else self.verdict.to_dict(),
         }
 

@@ -114,11 +114,20 @@ def prepare(
 
 
 def plan_recipe(
-    recipe: Path, world_size: int, overrides: Sequence[str], *, check_data: bool, force: bool = False
+    recipe: Path,
+    world_size: int,
+    overrides: Sequence[str],
+    *,
+    check_data: bool,
+    force: bool = False,
+    memory: Sequence[str] = ("--device-memory", "auto"),
 ) -> dict[str, Any]:
-    """The JSON of `pretrain plan`, run as a command of its own. LaunchError with its error line when it refuses."""
+    """The JSON of `pretrain plan`, run as a command of its own. LaunchError with its error line when it refuses.
+
+    `memory` are its options that say what a rank has; this machine's, if nothing is said.
+    """
     command = [sys.executable, "-m", "pretrain", "plan", str(recipe), "--json", "--world-size", str(world_size)]
-    command += ["--device-memory", "auto", *(["--force"] if force else [])]
+    command += [*memory, *(["--force"] if force else [])]
     command += [word for override in overrides for word in ("--set", override)]
     command += ["--check-data"] if check_data else []
     # It is no rank: a RANK that something else left in the environment would silence it.

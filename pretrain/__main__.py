@@ -197,6 +197,10 @@ def run(
         float | None,
         typer.Option("--grace-seconds", metavar="S", help="What a signal leaves before the kill; 30 under launchers."),
     ] = None,
+    timeout_minutes: Annotated[
+        float | None,
+        typer.Option("--timeout-minutes", metavar="M", help="How long a rank waits for the others: 10 if not given."),
+    ] = None,
     started_at: Annotated[float | None, typer.Option("--started-at", hidden=True)] = None,
 ) -> None:
     """Train. One process on its own; several under `deepspeed` or `python -m launch run`. Started again, it resumes.
@@ -213,7 +217,7 @@ def run(
 
     from pretrain.config import RecipeError, load_recipe
 
-    limits = {"--max-minutes": max_minutes, "--grace-seconds": grace_seconds}
+    limits = {"--max-minutes": max_minutes, "--grace-seconds": grace_seconds, "--timeout-minutes": timeout_minutes}
     for option, given in limits.items():
         if given is not None and not 0 < given < math.inf:
             raise RecipeError(f"{option} {given:g}: must be more than 0")
@@ -226,11 +230,12 @@ def run(
     if grace_seconds is None and launched:
         grace_seconds = LAUNCHERS_GRACE_SECONDS
     from pretrain.device_memory import of_rank, ranks_here
+    from pretrain.engine import TIMEOUT_MINUTES
     from pretrain.fit import needed, too_big
     from pretrain.metrics import TrainingDivergedError
     from pretrain.out_of_memory import explain, is_out_of_memory
     from pretrain.run_directory import RunDirectory
-    from pretrain.runtime import Ranks, auto_compute, is_lost_peer, one_ranks_fault, pick_device
+    from pretrain.runtime import Ranks, auto_compute, is_lost_peer, is_timeout, one_ranks_fault, pick_device
     from pretrain.train import train
 
     with one_ranks_fault():
@@ -255,8 +260,12 @@ def run(
     words += ["--force"] if force else []
     words += [word for option, given in limits.items() if given is not None for word in (option, f"{given:g}")]
     command = shlex.join(["python", "-m", *map(str, words)])
+    timeout_minutes = timeout_minutes or TIMEOUT_MINUTES
     try:
-        train(config, path, ranks, resume=resume, stop=stop, grace_seconds=grace_seconds, command=command)
+        train(
+            config, path, ranks, resume=resume, stop=stop, grace_seconds=grace_seconds,
+            timeout_minutes=timeout_minutes, command=command,
+        )  # fmt: skip
     except TrainingDivergedError as error:
         _complain(str(error))
         raise typer.Exit(1) from None
@@ -267,7 +276,11 @@ def run(
             raise typer.Exit(_complain(line, on_every_rank=True)) from None
         if not isinstance(error, RuntimeError) or not is_lost_peer(error):
             raise
-        _complain("another rank is gone, and this one cannot go on without it", on_every_rank=True)
+        lost = "another rank is gone, and this one cannot go on without it"
+        if is_timeout(error):
+            lost = f"another rank gave no answer for {timeout_minutes:g} minutes (--timeout-minutes): its machine, the "
+            lost += "network between them, or a rank that hangs; this one cannot go on without it"
+        _complain(lost, on_every_rank=True)
         raise typer.Exit(1) from None
 
 

@@ -15,6 +15,7 @@ import socket
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,10 @@ BUCKET = range(1, 2**31)  # elements of a buffer that is allocated whole
 # double the scale before it divides the gradient by it, and so halve that update; here it is done behind the update.
 SMALLEST_LOSS_SCALE = 1
 ENDLESS_WINDOW = 2**62
+
+# How long a rank waits for the others. The longest it waits for nothing bad is what the first does alone: it verifies
+# the checkpoint that the run goes on from.
+TIMEOUT_MINUTES = 10.0
 
 # What the JSON may set beside zero_optimization, as DeepSpeed spells it. Left out on purpose: keys that take a number
 # away from the recipe (below), what changes the mathematics behind the recipe's back, and sections of tools whose
@@ -426,13 +431,19 @@ def device_refusal(compute: Compute) -> str | None:
 
 
 @contextmanager
-def process_group(device: torch.device) -> Iterator[None]:
-    """A process group over the ranks that the launcher's variables describe: NCCL on GPUs, gloo on CPUs."""
+def process_group(device: torch.device, timeout_minutes: float = TIMEOUT_MINUTES) -> Iterator[None]:
+    """A process group over the ranks that the launcher's variables describe: NCCL on GPUs, gloo on CPUs.
+
+    Who waits for another rank longer than `timeout_minutes`, to meet or in a collective, raises.
+    """
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found nothing better
     import deepspeed
     import torch.distributed as dist
 
+    timeout = timedelta(minutes=timeout_minutes)
+    # DeepSpeed clones the group for its own collectives, and what it doesn't say is torch's: 30 minutes with gloo.
+    dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = timeout
     # An operation for inference on CPUs, which DeepSpeed would otherwise compile here: a compiler needed for nothing.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 has begun to rename.
@@ -441,7 +452,7 @@ def process_group(device: torch.device) -> Iterator[None]:
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
-        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+        deepspeed.init_distributed(dist_backend=backend, timeout=timeout, auto_mpi_discovery=False, verbose=False)
     except (dist.DistError, OSError) as error:
         raise OSError(f"the ranks cannot meet at MASTER_ADDR:MASTER_PORT = {address}: {error}") from None
     try:

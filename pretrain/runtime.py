@@ -120,6 +120,11 @@ def is_lost_peer(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
+def is_timeout(error: RuntimeError) -> bool:
+    """Whether it failed because another rank gave no answer for too long: a machine or a line is down, or it hangs."""
+    return "timed out" in str(error).lower()
+
+
 @contextmanager
 def one_ranks_fault() -> Iterator[None]:
     """Mark what is raised inside, once the ranks have begun: the others do not know of it, so this one must speak."""

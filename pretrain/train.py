@@ -33,7 +33,15 @@ from pretrain.checkpoint import (
     verify,
 )
 from pretrain.config import Compute, RecipeError, RunConfig, from_root, to_toml
-from pretrain.engine import TrainingEngine, device_refusal, process_group, read_json, resolve, rounding_warnings
+from pretrain.engine import (
+    TIMEOUT_MINUTES,
+    TrainingEngine,
+    device_refusal,
+    process_group,
+    read_json,
+    resolve,
+    rounding_warnings,
+)
 from pretrain.evaluate import Score, evaluate, isolates_documents
 from pretrain.metrics import Report
 from pretrain.receipts import Receipt
@@ -342,12 +350,14 @@ def train(
     resume: str = "auto",
     stop: StopRequest | None = None,
     grace_seconds: float | None = None,
+    timeout_minutes: float = TIMEOUT_MINUTES,
     command: str = "the same command",
 ) -> Outcome:
     """Train until max_steps, or until a rank is asked to stop: by a signal, the stop file, or a deadline in `stop`.
 
     Then the last whole step is saved. `grace_seconds` is what a rank has behind a signal before it is killed, None for
-    no limit: slow saves are warned of. `command` is what goes on with this run, as its receipts tell it.
+    no limit: slow saves are warned of. `timeout_minutes` is how long a rank waits for the others. `command` is what goes
+    on with this run, as its receipts tell it.
     """
     device = pick_device(ranks.local_rank, ranks.accelerator)
     inputs = Inputs.check(config, ranks.world_size, auto_compute(device))
@@ -360,7 +370,7 @@ def train(
         stop.install(speaks=ranks.is_first)
     seed_everything(config.seed)
     with ExitStack() as stack:
-        stack.enter_context(process_group(device))
+        stack.enter_context(process_group(device, timeout_minutes))
         stop.begin()
         try:
             refuse_devices(ranks, inputs.compute)

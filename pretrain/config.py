@@ -268,13 +268,15 @@ class EvaluationTable(_Table):
 class CheckpointTable(_Table):
     """When to save, and what stays: the newest ones, those of some steps for good, the best by held-out loss.
 
-    See pretrain/retention.py.
+    See pretrain/retention.py. Where machines share no file system, `placement` says where the files lie
+    (pretrain/sharing.py).
     """
 
     every_steps: Positive
     keep_last: Size = 3
     keep_every_steps: Positive | None = None
     keep_best: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    placement: Literal["shared", "per_node", "gathered"] = "shared"
 
     @model_validator(mode="after")
     def _keeps_what_is_saved(self) -> CheckpointTable:

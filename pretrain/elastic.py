@@ -14,7 +14,8 @@ them anew in its blocks, as every update does (`eight_bit.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -200,6 +201,17 @@ def partitions_of(shapes: Sequence[Mapping[str, torch.Size]]) -> tuple[tuple[tup
 def model_file(folder: Path) -> Path:
     """The file that tells how the others are to be read. CheckpointError where it is missing."""
     return _first(folder, "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+
+
+def is_read_by(ranks: Collection[int], name: str) -> bool:
+    """Whether any of these ranks reads a file of DeepSpeed's of this name where each holds what it wrote itself.
+
+    All of them read the one that `model_file` gives.
+    """
+    found = re.fullmatch(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_(model|optim)_states\.pt", name)
+    if found is None:
+        return name == "mp_rank_00_model_states.pt"
+    return int(found[1]) in ranks or (found[1], found[2]) == ("0", "model")
 
 
 def _optimizer_file(folder: Path, rank: int) -> Path:

@@ -1,9 +1,10 @@
 """Stopping well: the wish, from wherever it comes, and how all ranks act on it at the same place.
 
-A wish is a signal, the file `stop` in the run directory, or a time that is nearly over (`--max-minutes`). A handler
-only notes it. Ranks ask each other at points that all of them pass: in the two sums that every step needs anyway, and
-about once a second, by a sum of three numbers, between the micro-steps of an accumulation and the batches of an
-evaluation. Whoever waits for data asks itself meanwhile. Then `StopAgreedError` is raised on every rank at once.
+A wish is a signal, a word of `launch run`, the file `stop` in the run directory, or a time that is nearly over
+(`--max-minutes`). A handler only notes it. Ranks ask each other at points that all of them pass: in the two sums that
+every step needs anyway, and about once a second, by a sum of three numbers, between the micro-steps of an accumulation
+and the batches of an evaluation. Whoever waits for data asks itself meanwhile. Then `StopAgreedError` is raised on
+every rank at once.
 
 Imports neither torch nor deepspeed: the signals are noted before those are loaded.
 """
@@ -52,6 +53,7 @@ class Deadline:
         self._first_save_seconds = first_save_bytes / WRITTEN_BYTES_PER_SECOND
         self._steps: deque[float] = deque(maxlen=RECENT)
         self._saves: deque[float] = deque(maxlen=RECENT)
+        self.save_in_flight = False  # one has to end before the last can begin
 
     def measured_step(self, seconds: float) -> None:
         self._steps.append(seconds)
@@ -62,8 +64,9 @@ class Deadline:
     def is_near(self, *, before_step: bool) -> bool:
         """Whether a save must begin now to be over in time; `before_step`: whether it must if a step comes first."""
         save = max(self._saves, default=self._first_save_seconds)
+        saves = 2 if self.save_in_flight else 1
         step = max(self._steps, default=0.0) if before_step else 0.0
-        return self._clock() + step + 1.5 * save + EXIT_SECONDS >= self.at
+        return self._clock() + step + 1.5 * save * saves + EXIT_SECONDS >= self.at
 
 
 class StopRequest:
@@ -74,6 +77,7 @@ class StopRequest:
         self.deadline = deadline
         self.reason: str | None = None  # of the first wish
         self._interrupted = False
+        self._speaks = True
         self._wakeup: socket.socket | None = None
 
     def install(self, *, speaks: bool = True) -> None:
@@ -82,6 +86,7 @@ class StopRequest:
         Before the ranks have met there is nothing to save, and whoever waits for the others, within a library, runs no
         handler of Python's: a thread does it. `speaks`: it says so.
         """
+        self._speaks = speaks
         woken, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         signal.set_wakeup_fd(self._wakeup.fileno())
@@ -101,6 +106,14 @@ class StopRequest:
             raise KeyboardInterrupt
         self._interrupted = self._interrupted or number == signal.SIGINT
         self.reason = self.reason or signal.Signals(number).name
+
+    def ask(self, reason: str) -> None:
+        """As a signal does, but for the reason: `launch run` asks so. Called on a thread."""
+        if self._wakeup is not None:
+            if self._speaks:
+                os.write(2, f"stopped by {reason} before the run began\n".encode())
+            os._exit(0)
+        self.reason = self.reason or reason
 
     def wanted(self, *, before_step: bool = False) -> bool:
         """Whether this rank wants to stop here; `before_step`: where otherwise a step would follow."""

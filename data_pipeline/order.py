@@ -33,6 +33,9 @@ sample from its share. Without stages every source has the weight of its number 
 Stages. Stage k begins with its first sample at the start of its own period; the per-source sample numbers run on from
 stage to stage, so a change of weights neither repeats nor loses a window. Sample m of a source is place m mod n of
 epoch m div n: each window once per epoch, whatever the weights do.
+
+Begin. An order may follow others of the same run (history.py): it begins at a sample number, with some windows of each
+source given before. Its first stage begins there; all else is as above.
 """
 
 from __future__ import annotations
@@ -235,6 +238,14 @@ def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
     return slots
 
 
+def _as_slots(weights: Mapping[str, float]) -> dict[str, int]:
+    """Slots as they are, sorted by name. ValueError where they are none."""
+    slots = {name: count for name, count in sorted(weights.items()) if type(count) is int and count > 0}
+    if len(slots) < len(weights) or not 0 < sum(slots.values()) <= MAX_PERIOD:
+        raise ValueError(f"{dict(weights)} are no slots of a period")
+    return slots
+
+
 def _round_up(value: Fraction) -> float:
     """The next number of three significant digits that is not below `value` (> 0)."""
     unit = Fraction(10) ** (math.floor(math.log10(value)) - 2)
@@ -263,10 +274,14 @@ def balanced_schedule(slots: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Stage:
-    """From this sample number on the sources are mixed by these weights; a source not named has weight 0."""
+    """From this sample number on the sources are mixed by these weights; a source not named has weight 0.
+
+    `are_slots`: the weights are the slots of a period already, as a description has them.
+    """
 
     first_sample: int
     weights: Mapping[str, float]
+    are_slots: bool = False
 
 
 class _PlannedStage:
@@ -315,6 +330,14 @@ class PlannedRows:
 
 
 @dataclass(frozen=True)
+class Begin:
+    """Where an order begins that follows others: at this sample, with so many windows of each source given before."""
+
+    sample: int
+    given: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Address:
     """A window, or row of a packing plan, of a source, as read in one epoch (both from 0)."""
 
@@ -342,8 +365,10 @@ class SampleOrder:
     `packing` says how a row is made of documents. "best_fit" needs `planned`: rows of a plan are then what is called
     windows here. "concat_masked" reads the windows of "concat" in the same order; it is told apart by `describe`.
 
-    ValueError, one line: a seed outside 0..2^64-1, seq_len < 1, stages that do not begin at 0 and ascend, a stage
-    that names an unknown source, weights that do not work, a source with weight but without a single window, a plan
+    `begin`: the order follows others of the same run, and knows no sample before that one.
+
+    ValueError, one line: a seed outside 0..2^64-1, seq_len < 1, stages that do not start at 0 (or at `begin`) and
+    ascend, a stage that names an unknown source, weights that do not work, a source with weight but without a single window, a plan
     without "best_fit" or of other sources.
     """
 
@@ -356,6 +381,7 @@ class SampleOrder:
         stages: Sequence[Stage] = (),
         packing: PackingMode = "concat",
         planned: PlannedRows | None = None,
+        begin: Begin | None = None,
     ) -> None:
         if not 0 <= seed <= _MASK:
             raise ValueError(f"seed {seed} is not an unsigned 64-bit number")
@@ -377,14 +403,18 @@ class SampleOrder:
         if not any(self.windows.values()):
             counts = ", ".join(f"{name} has {count:,}" for name, count in self.tokens.items()) or "there is no source"
             raise ValueError(f"no source has the {seq_len + 1:,} tokens of one window (seq_len {seq_len:,}): {counts}")
+        self.begin = begin
+        self.first_sample = 0 if begin is None else begin.sample
         self._stages: list[_PlannedStage] = []
-        for stage in stages or [Stage(0, self.windows)]:
+        for stage in stages or [Stage(self.first_sample, self.windows)]:
             self._append(stage)
         self._first_samples = [stage.first_sample for stage in self._stages]
 
     def _append(self, stage: Stage) -> None:
-        if not self._stages and stage.first_sample != 0:
-            raise ValueError(f"the first stage begins at sample {stage.first_sample:,}; it must begin at 0")
+        if not self._stages and stage.first_sample != self.first_sample:
+            raise ValueError(
+                f"the first stage begins at sample {stage.first_sample:,}; it must begin at {self.first_sample:,}"
+            )
         if self._stages and stage.first_sample <= self._stages[-1].first_sample:
             raise ValueError(
                 f"a stage at sample {stage.first_sample:,} follows one at {self._stages[-1].first_sample:,}: "
@@ -392,20 +422,31 @@ class SampleOrder:
             )
         if unknown := sorted(set(stage.weights) - set(self.tokens)):
             raise ValueError(f"no source is called {unknown[0]!r}; the sources are {', '.join(self.tokens)}")
-        slots = integer_weights(stage.weights)
+        slots = _as_slots(stage.weights) if stage.are_slots else integer_weights(stage.weights)
         for name in slots:
             if self.windows[name] == 0:
                 raise ValueError(
                     f"source {name!r} has weight {stage.weights[name]} but its {self.tokens[name]:,} tokens are fewer "
                     f"than the {self.seq_len + 1:,} of one window: give it weight 0, more text or a shorter seq_len"
                 )
-        given = self._stages[-1].given_until(stage.first_sample) if self._stages else dict.fromkeys(self.tokens, 0)
+        before = {} if self.begin is None else self.begin.given
+        given = {name: before.get(name, 0) for name in self.tokens}
+        if self._stages:
+            given = self._stages[-1].given_until(stage.first_sample)
         self._stages.append(_PlannedStage(stage.first_sample, slots, given))
+
+    def behind(self, begin: Begin, stages: Sequence[Stage]) -> SampleOrder:
+        """The order of the same windows that begins there, mixed by these stages (none: by numbers of windows)."""
+        planned = None if self._plan_sha256 is None else PlannedRows(self.windows, self._plan_sha256)
+        return SampleOrder(
+            seed=self.seed, seq_len=self.seq_len, tokens=self.tokens, stages=stages, packing=self.packing,
+            planned=planned, begin=begin,
+        )  # fmt: skip
 
     def locate(self, sample: int) -> Address:
         """The window that global sample `sample` (>= 0) reads. Some ten microseconds."""
-        if sample < 0:
-            raise ValueError(f"sample {sample} does not exist: the first is 0")
+        if sample < self.first_sample:
+            raise ValueError(f"sample {sample} does not exist: the first is {self.first_sample}")
         stage = self._stages[bisect_right(self._first_samples, sample) - 1]
         periods, place = divmod(sample - stage.first_sample, stage.period)
         name = stage.names[int(stage.numbers[place])]
@@ -416,11 +457,11 @@ class SampleOrder:
     def locate_many(self, samples: npt.ArrayLike) -> Addresses:
         """What `locate` says of each of many samples, (n,) in any order: some tenths of a microsecond each.
 
-        ValueError when a sample is below 0, or when they span more epochs than 64 bits can number.
+        ValueError when a sample is below the first, or when they span more epochs than 64 bits can number.
         """
         wanted = np.asarray(samples, np.int64).reshape(-1)
-        if wanted.size and wanted.min() < 0:
-            raise ValueError(f"sample {wanted.min()} does not exist: the first is 0")
+        if wanted.size and wanted.min() < self.first_sample:
+            raise ValueError(f"sample {wanted.min()} does not exist: the first is {self.first_sample}")
         names = tuple(self.tokens)
         sources, numbers = np.empty_like(wanted), np.empty_like(wanted)
         stages = np.searchsorted(self._first_samples, wanted, side="right") - 1
@@ -454,6 +495,8 @@ class SampleOrder:
             raise ValueError(f"{address} does not exist: the source has windows 0 to {windows - 1}, epochs from 0 on")
         permutation = _epoch_permutation(self.seed, address.source, address.epoch, windows)
         number = address.epoch * windows + permutation.inverse(address.window)
+        if number < self._stages[0].given[address.source]:  # an order before this one may have read it
+            return None
         for stage in reversed(self._stages):
             if number >= stage.given[address.source]:
                 break
@@ -464,9 +507,9 @@ class SampleOrder:
         return stage.first_sample + periods * stage.period + int(stage.places[address.source][rank])
 
     def counts(self, samples: int) -> dict[str, int]:
-        """How many of the first `samples` samples come from each source."""
-        if samples < 0:
-            raise ValueError(f"{samples} samples are not possible")
+        """How many of the first `samples` samples come from each source; with `begin`, what it gave before counts."""
+        if samples < self.first_sample:
+            raise ValueError(f"{samples} samples are not possible: this order begins with {self.first_sample}")
         return self._stages[bisect_right(self._first_samples, samples) - 1].given_until(samples)
 
     def epochs(self, samples: int) -> dict[str, float]:
@@ -496,7 +539,30 @@ class SampleOrder:
                 for name, count in self.tokens.items()
             },
             **packing,
+            **({} if self.begin is None else {"begin": {"sample": self.begin.sample, "given": dict(self.begin.given)}}),
         }
+
+    @classmethod
+    def of(cls, description: Mapping[str, Any]) -> SampleOrder:
+        """The order that `describe` described: no file of the data is needed for it.
+
+        KeyError, TypeError, AttributeError, ValueError: it describes none, or one of another version.
+        """
+        if description["order_version"] != ORDER_VERSION:
+            raise ValueError(f"order version {description['order_version']} is not known")
+        packing = next((mode for mode in PACKING_MODES if mode == description.get("packing", "concat")), None)
+        if packing is None:
+            raise ValueError(f"packing {description['packing']!r} is not known")
+        windows = {name: one["windows"] for name, one in description["sources"].items()}
+        return cls(
+            seed=description["seed"],
+            seq_len=description["seq_len"],
+            tokens={name: one["tokens"] for name, one in description["sources"].items()},
+            stages=[Stage(one["first_sample"], one["slots"], are_slots=True) for one in description["stages"]],
+            packing=packing,
+            planned=PlannedRows(windows, description["plan_sha256"]) if packing == "best_fit" else None,
+            begin=Begin(**description["begin"]) if "begin" in description else None,
+        )
 
     def _left_over(self, name: str) -> int:
         """Tokens that no window reads; a plan's rows read all."""
@@ -513,7 +579,7 @@ def difference(stored: Mapping[str, Any], current: Mapping[str, Any], *, consume
     """
 
     def relevant(description: Mapping[str, Any]) -> dict[str, Any]:
-        description = {"packing": "concat", "plan_sha256": None, **description}
+        description = {"packing": "concat", "plan_sha256": None, "begin": None, **description}
         stages = description.get("stages")
         if not isinstance(stages, list) or not consumed_samples:
             return description

@@ -388,6 +388,14 @@ class Collection:
         }
         return hashlib.sha256(orjson.dumps([self.fingerprint, hashes], option=orjson.OPT_SORT_KEYS)).hexdigest()
 
+    @property
+    def streams(self) -> dict[str, str]:
+        """Of every source a hash of its training tokens: equal where another collection has the very same ones."""
+        return {
+            name: hashlib.sha256(orjson.dumps([shard.bin_sha256 for shard in source.splits["train"].shards])).hexdigest()
+            for name, source in self.sources.items()
+        }
+
 
 def open_collection(path: Path | str) -> Collection:
     """Open a collection after quick checks of everything in it but the tokens themselves.

@@ -45,6 +45,15 @@ class Steps:
             raise ValueError("a ramp is a list of [until_samples, global_batch_size]")
         return cls(global_batch_size, tuple((until, size) for until, size in ramp))
 
+    def behind(self, past: Steps, samples: int) -> Steps:
+        """The steps of `past` for the first `samples` samples, whole steps of it, and from there on these.
+
+        What these say of the samples before is not looked at. ValueError where a part of their ramp that goes on behind
+        them is, from there on, no longer made of whole steps.
+        """
+        later = tuple((until, size) for until, size in self.ramp if until > samples)
+        return Steps(self.global_batch_size, (*past.parts(samples), *later))
+
     @cached_property
     def _parts(self) -> list[tuple[int, int, int]]:
         """First step, first sample and size of the steps of each part; the last one has no end."""

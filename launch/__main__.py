@@ -94,6 +94,126 @@ def run(
     raise typer.Exit(run_launch(launch, os.environ, started_at))
 
 
+@app.command(
+    epilog="\b\nExamples:\n"
+    "  python -m launch slurm pretrain/recipes/0.5b.toml --nodes 2 --gpus-per-node 8 --time 12:00:00\n"
+    "  python -m launch slurm pretrain/recipes/0.5b.toml --nodes 2 --gpus-per-node a100:8 --device-memory 80GB "
+    "--partition gpu --account project --setup 'module load cuda' --output 0.5b.sbatch\n"
+    "  python -m launch slurm pretrain/recipes/debug.toml --ranks-per-node 2 --sbatch reservation=test"
+)
+def slurm(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe's TOML file, see pretrain/recipes.")],
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", help="Machines.")] = 1,
+    gpus_per_node: Annotated[
+        str | None, typer.Option("--gpus-per-node", metavar="[TYPE:]G", help="GPUs of each, one rank a GPU.")
+    ] = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option("--ranks-per-node", metavar="R", help="Instead: so many ranks a machine, on CPUs.")
+    ] = None,
+    cpus_per_task: Annotated[
+        int | None, typer.Option("--cpus-per-task", metavar="C", help="Cores a rank; absent: 4 with a GPU, else 1.")
+    ] = None,
+    time_limit: Annotated[
+        str | None, typer.Option("--time", metavar="LIMIT", help="Of one start: 90 (minutes), 12:00:00, 2-00:00:00.")
+    ] = None,
+    run_directory: Annotated[
+        Path | None, typer.Option("--run", metavar="DIR", help="The run directory; absent: runs/NAME-OF-RECIPE.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="A new file for the script; absent: stdout.")
+    ] = None,
+    partition: Annotated[str | None, typer.Option("--partition", metavar="NAME", help="As sbatch's.")] = None,
+    account: Annotated[str | None, typer.Option("--account", metavar="NAME", help="As sbatch's.")] = None,
+    qos: Annotated[str | None, typer.Option("--qos", metavar="NAME", help="As sbatch's.")] = None,
+    constraint: Annotated[str | None, typer.Option("--constraint", metavar="LIST", help="As sbatch's.")] = None,
+    mem: Annotated[
+        str | None, typer.Option("--mem", metavar="SIZE", help="Main memory of a node, as sbatch's.")
+    ] = None,
+    job_name: Annotated[str | None, typer.Option("--job-name", metavar="NAME", help="Absent: the recipe's.")] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option("--sbatch", metavar="KEY[=VALUE]", help="Another option of sbatch, as in --sbatch gres=gpu:8."),
+    ] = None,
+    setup: Annotated[
+        list[str] | None,
+        typer.Option("--setup", metavar="LINE", help="A line of bash to run first, as in --setup 'module load cuda'."),
+    ] = None,
+    environment: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--env",
+            metavar="NAME[=VALUE]",
+            help="A variable for the ranks; without a value, that of the shell that submits the script.",
+        ),
+    ] = None,
+    signal_seconds: Annotated[
+        int | None,
+        typer.Option(
+            "--signal-seconds",
+            metavar="S",
+            help="How long before the time limit it saves; absent: by the size of a checkpoint, at least 120.",
+        ),
+    ] = None,
+    requeue: Annotated[
+        bool, typer.Option("--requeue/--no-requeue", help="Whether it starts again behind a preemption or time limit.")
+    ] = True,
+    max_requeues: Annotated[
+        int, typer.Option("--max-requeues", metavar="K", help="So many starts again at most; then submit it again.")
+    ] = 100,
+    device_memory: Annotated[
+        str | None,
+        typer.Option("--device-memory", metavar="SIZE", help="What a rank will have: 80GB. Absent: no verdict."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's value: --set schedule.peak_lr=3e-4."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write it although the memory plan says that it does not fit.")
+    ] = False,
+    check_data: Annotated[
+        bool, typer.Option("--check-data/--no-check-data", help="Whether the data can be seen from here.")
+    ] = True,
+) -> None:
+    """Write an sbatch script: saved before the time limit and on preemption, put back into the queue, resumed.
+
+    The recipe is planned, and its data opened, before anything is written; exit 2 if it cannot run. The script needs
+    this folder, and a run directory that all nodes see.
+    """
+    from launch.slurm import Request, prepare_script, write
+
+    request = Request(
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        ranks_per_node=ranks_per_node,
+        cpus_per_task=cpus_per_task,
+        time=time_limit,
+        signal_seconds=signal_seconds,
+        requeue=requeue,
+        max_requeues=max_requeues,
+        job_name=job_name,
+        options={"partition": partition, "account": account, "qos": qos, "constraint": constraint, "mem": mem},
+        sbatch=tuple(sbatch or ()),
+        setup=tuple(setup or ()),
+        environment=tuple(environment or ()),
+    )
+    run_directory = run_directory or Path("runs") / recipe.stem
+    text = prepare_script(
+        recipe,
+        run_directory,
+        request,
+        overrides=overrides or (),
+        device_memory=device_memory,
+        check_data=check_data,
+        force=force,
+    )
+    if output is None:
+        print(text, end="")
+    else:
+        write(text, output)
+    (run_directory / "logs").mkdir(parents=True, exist_ok=True)  # SLURM makes none, and a job without a log is silent
+
+
 @app.command(epilog="\b\nExamples:\n  python -m launch demo")
 def demo() -> None:
     """Raw text to an evaluated, sampled model, killed and resumed on the way; exit 1 if a promise does not hold."""

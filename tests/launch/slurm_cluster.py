@@ -1,0 +1,199 @@
+"""A SLURM of one's own for a test: munged, slurmctld and slurmd as three processes with their own folder and ports.
+
+Nothing is installed, nothing of the machine's own SLURM is touched. Whoever runs the tests is the cluster's owner.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
+NODE = "localhost"
+# A requeued job waits for as long as the credential of its last start could be valid: 2 minutes if nothing is said.
+CREDENTIAL_SECONDS = 5
+KILL_WAIT_SECONDS = 60  # between SIGTERM and SIGKILL, for saving on a busy machine; 30 if nothing is said
+
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={node}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmdPort={node_port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire={credential_seconds}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SwitchType=switch/none
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait={kill_wait_seconds}
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=1,batch_sched_delay=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName={node} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
+PartitionName=main Nodes={node} Default=YES PriorityTier=1
+PartitionName=graceful Nodes={node} PriorityTier=1 GraceTime=120
+PartitionName=urgent Nodes={node} PriorityTier=10 PreemptMode=OFF
+"""
+
+
+def missing() -> list[str]:
+    """The programs that a test needs and this machine lacks; what only root's PATH has is found too."""
+    return [program for program in PROGRAMS if find(program) is None]
+
+
+def find(program: str) -> str | None:
+    return shutil.which(program, path=f"{os.environ['PATH']}{os.pathsep}/usr/sbin{os.pathsep}/sbin")
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+class Cluster:
+    """One node of two CPUs, and partitions main, graceful (time to save before it is preempted) and urgent."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.configuration = folder / "slurm.conf"
+        self.environment = {**os.environ, "SLURM_CONF": str(self.configuration)}
+        for name in ("state", "spool"):
+            (folder / name).mkdir()
+        controller_port, node_port = free_ports(2)
+        self.configuration.write_text(
+            CONFIGURATION.format(
+                node=NODE,
+                folder=folder,
+                user=getpass.getuser(),
+                controller_port=controller_port,
+                node_port=node_port,
+                credential_seconds=CREDENTIAL_SECONDS,
+                kill_wait_seconds=KILL_WAIT_SECONDS,
+            )
+        )
+
+    @contextmanager
+    def running(self) -> Iterator[Cluster]:
+        """Start the three daemons, in the foreground and so as children of ours; end them behind."""
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        daemons = (
+            [
+                *("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={self.folder}/munge.socket"),
+                *(f"--pid-file={self.folder}/munged.pid", f"--seed-file={self.folder}/munged.seed"),
+                f"--log-file={self.folder}/munged.log",
+            ],
+            ["slurmctld", "-D"],
+            ["slurmd", "-D", "-N", NODE],
+        )
+        started: list[subprocess.Popen[bytes]] = []
+        try:
+            for daemon, *options in daemons:
+                output = (self.folder / f"{daemon}.out").open("wb")
+                program = find(daemon)
+                assert program is not None
+                with output:
+                    started.append(
+                        subprocess.Popen(
+                            [program, *options], env=self.environment, stdout=output, stderr=output, cwd=self.folder
+                        )
+                    )
+                if daemon == "munged":
+                    self.wait_until((self.folder / "munge.socket").exists, started)
+            self.wait_until(lambda: "State=IDLE" in self.ask("scontrol", "show", "node", NODE), started)
+            yield self
+        finally:
+            if len(started) == len(daemons):
+                subprocess.run(
+                    ["scancel", "--full", "--signal=KILL", "--state=RUNNING"], env=self.environment, capture_output=True, check=False
+                )
+                self.ask("scancel", "--me")
+                self.wait_until(lambda: not self.ask("squeue", "--noheader", "--states=R,CG,S"), [])
+            for process in reversed(started):
+                process.send_signal(signal.SIGTERM)
+                process.wait()
+
+    def wait_until(self, condition: Callable[[], bool], daemons: list[subprocess.Popen[bytes]]) -> None:
+        while not condition():
+            ended = [process.args[0] for process in daemons if process.poll() is not None]  # type: ignore[index]
+            assert not ended, f"{ended} ended: {self.logs()}"
+            time.sleep(0.1)
+
+    def ask(self, *command: str) -> str:
+        """What a command of SLURM's says, errors included."""
+        done = subprocess.run(
+            command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+        return done.stdout.strip()
+
+    def submit(self, script: Path, *options: str, environment: Mapping[str, str] | None = None) -> Job:
+        """sbatch, as whoever got the script would."""
+        done = subprocess.run(
+            ["sbatch", "--parsable", *options, str(script)],
+            env={**self.environment, **(environment or {})}, cwd=script.parent,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return Job(self, int(done.stdout))
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text(errors="replace")[-3000:] for path in sorted(self.folder.glob("*.log")))
+
+
+class Job:
+    def __init__(self, cluster: Cluster, number: int) -> None:
+        self.cluster = cluster
+        self.number = number
+
+    def facts(self) -> dict[str, str]:
+        """What scontrol tells of it, by name."""
+        told = self.cluster.ask("scontrol", "--oneliner", "show", "job", str(self.number))
+        return dict(word.split("=", 1) for word in told.split() if "=" in word)
+
+    @property
+    def state(self) -> str:
+        return self.facts().get("JobState", "GONE")
+
+    @property
+    def restarts(self) -> int:
+        return int(self.facts()["Restarts"])
+
+    def wait_for(self, *states: str) -> str:
+        """Until it is in one of these states; AssertionError where it ends in another."""
+        ends = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "GONE", *states}
+        while (state := self.state) not in ends:
+            time.sleep(0.1)
+        assert state in states, f"job {self.number} is {state}: {self.facts()}"
+        return state
+
+
+if __name__ == "__main__":
+    with Cluster(Path(sys.argv[1])).running() as one:
+        print(one.configuration, flush=True)
+        signal.sigwait({signal.SIGINT, signal.SIGTERM})

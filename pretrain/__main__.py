@@ -41,6 +41,15 @@ Overrides = Annotated[
 Checkpoint = Annotated[
     Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run directory (its newest checkpoint) or a checkpoint.")
 ]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--change",
+        metavar="NAME",
+        help="Let a resume change it from here on: global_batch_size, seq_len, data or model. May be repeated, and stay "
+        "in the command.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
@@ -174,6 +183,7 @@ def plan(
     epilog="\b\nExamples:\n  python -m pretrain run pretrain/recipes/debug.toml\n"
     "  python -m pretrain run pretrain/recipes/mini.toml --run runs/first --set schedule.max_steps=2000\n"
     "  python -m pretrain run pretrain/recipes/mini.toml --max-minutes 55\n"
+    "  python -m pretrain run pretrain/recipes/mini.toml --set batch.global_batch_size=128 --change global_batch_size\n"
     "  deepspeed --module pretrain run pretrain/recipes/mini.toml"
 )
 def run(
@@ -186,6 +196,7 @@ def run(
         str,
         typer.Option(metavar="auto|never|PATH", help="auto: go on from this run's newest whole checkpoint, if any."),
     ] = "auto",
+    change: Changes = None,
     force: Annotated[
         bool, typer.Option("--force", help="Begin although the memory plan says that it does not fit.")
     ] = False,
@@ -207,13 +218,17 @@ def run(
 
     SIGTERM, SIGUSR1, Ctrl-C, --max-minutes or a file named stop in the run directory: it saves and stops, with code 0.
     """
+    from pretrain.keeper import keep
     from pretrain.stopping import LAUNCHERS_GRACE_SECONDS, Deadline, StopRequest
 
     begun_at = time.time() if started_at is None else started_at
     path = directory or Path("runs") / recipe.stem
     launched = "LOCAL_RANK" in os.environ
+    kept = keep(os.environ)
     stop = StopRequest(path / "stop")
     stop.install(speaks=os.environ.get("RANK", "0") == "0")
+    if kept is not None:
+        kept.heed(stop.ask)
 
     from pretrain.config import RecipeError, load_recipe
 
@@ -222,6 +237,9 @@ def run(
         if given is not None and not 0 < given < math.inf:
             raise RecipeError(f"{option} {given:g}: must be more than 0")
     config = load_recipe(recipe, overrides or ())
+    from pretrain.changes import check_names
+
+    changes = check_names(change or ())
     if max_minutes is not None:
         from model.accounting import parameter_count
 
@@ -257,6 +275,7 @@ def run(
     words = [*(starter or ["pretrain", "run", recipe]), "--run", path]
     words += [word for override in overrides or () for word in ("--set", override)]
     words += ["--resume", resume] if resume not in ("auto", "never") else []  # never would refuse what it has saved
+    words += [word for name in changes for word in ("--change", name)]
     words += ["--force"] if force else []
     words += [word for option, given in limits.items() if given is not None for word in (option, f"{given:g}")]
     command = shlex.join(["python", "-m", *map(str, words)])
@@ -264,7 +283,7 @@ def run(
     try:
         train(
             config, path, ranks, resume=resume, stop=stop, grace_seconds=grace_seconds,
-            timeout_minutes=timeout_minutes, command=command,
+            timeout_minutes=timeout_minutes, command=command, kept=kept, changes=changes,
         )  # fmt: skip
     except TrainingDivergedError as error:
         _complain(str(error))

@@ -277,6 +277,7 @@ class CheckpointTable(_Table):
     keep_every_steps: Positive | None = None
     keep_best: Annotated[int, Field(ge=0, lt=2**31)] = 0
     placement: Literal["shared", "per_node", "gathered"] = "shared"
+    asynchronous: bool = False  # written while training goes on, from a copy in main memory
 
     @model_validator(mode="after")
     def _keeps_what_is_saved(self) -> CheckpointTable:
@@ -425,6 +426,23 @@ def to_toml(config: RunConfig) -> str:
                 lines += ["", f"[[{name}.{key}]]"]
                 lines += [f"{inner} = {_toml_value(value)}" for inner, value in entry.items()]
     return "\n".join(lines) + "\n"
+
+
+def new_values(earlier: str, recipe: str) -> list[str]:
+    """The values of a resolved recipe that an earlier one, which may be damaged, has not: `table.key = value`."""
+
+    def flat(text: str) -> dict[str, str]:
+        try:
+            tables = tomllib.loads(text)
+        except (ValueError, RecursionError):
+            return {}
+        keys = {name: {"": value} if not isinstance(value, dict) else value for name, value in tables.items()}
+        return {
+            f"{name}.{key}".rstrip("."): _toml_value(value) for name, table in keys.items() for key, value in table.items()
+        }
+
+    before = flat(earlier)
+    return [f"{key} = {value}" for key, value in flat(recipe).items() if before.get(key) != value]
 
 
 def nearest(key: str, known: Sequence[str]) -> str:

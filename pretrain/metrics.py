@@ -12,7 +12,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +21,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from data_pipeline.history import History
 from data_pipeline.order import SampleOrder
+from data_pipeline.steps import Steps
 from model.accounting import flops_per_token
 from pretrain.batching import steps_of
+from pretrain.changes import told, unchanged
 from pretrain.config import RunConfig
 from pretrain.engine import SMALLEST_LOSS_SCALE
 from pretrain.evaluate import Score
@@ -46,7 +49,7 @@ class MetricsLog:
             # purge_step hides from the plots what an earlier attempt wrote beyond the step resumed from.
             self._writer = SummaryWriter(str(tensorboard), purge_step=global_step + 1)
 
-    def write(self, kind: str, step: int, values: Mapping[str, float | int | str | None]) -> None:
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """One record, `values` in full precision, null where one is not finite (JSON has no infinity).
 
         Numbers also go to TensorBoard, as KIND/NAME or KIND/SOURCE/NAME.
@@ -170,17 +173,27 @@ class Report:
         elif self._active:
             print(message, file=sys.stderr, flush=True)
 
-    def begins(self, attempt: int, state: TrainState, resumed_from: Path | None, order: SampleOrder) -> None:
+    def begins(
+        self, attempt: int, state: TrainState, resumed_from: Path | None, order: SampleOrder, steps: Steps
+    ) -> None:
         """The attempt is numbered and its first step is near: open the logs, say what will be read."""
-        self._attempt, self._state = attempt, state
+        self._attempt, self._state, self._samples = attempt, state, steps
         if self._active:
             tensorboard = self._directory.tensorboard if self._config.logging.tensorboard else None
             self._log = MetricsLog(self._directory.metrics, tensorboard, attempt=attempt, global_step=state.global_step)
         if resumed_from is not None:
             self.say(f"resumed from {resumed_from}: step {state.global_step}, {state.tokens_seen:,} tokens seen")
-        for line in Reading.of(self._config, order).lines():
+        for line in Reading.of(self._config, order, steps).lines():
             self.say(line)
         self._write_status("running")
+
+    def changed(self, state: TrainState, history: History, names: Sequence[str], order: SampleOrder) -> None:
+        """Record and say what this attempt changes in the run before its first step, of what was asked for by name."""
+        made = history.made_at(state.global_step)
+        if self._log is not None and made is not None:
+            self._log.write("change", state.global_step, {"changed": list(made.changed)})
+        for line in (*told(made, order), *unchanged(names, history, made)):
+            self.say(line)
 
     @contextmanager
     def timed_step(self) -> Iterator[None]:
@@ -280,14 +293,24 @@ class Report:
         """Of the last step, without evaluation and saving."""
         return self._step_seconds
 
-    def saved(self, seconds: float, grace_seconds: float | None) -> None:
-        """Warn once where a save takes more than half of what a rank has behind a signal before it is killed."""
-        if grace_seconds is not None and seconds > grace_seconds / 2 and not self._warned_of_grace:
+    def save_ended(self, step: int, *, held_seconds: float, seconds: float, failure: str | None) -> None:
+        """Record a save: for how long the loop stood still, how long it took, and why there is no checkpoint."""
+        if self._log is not None:
+            self._log.write("save", step, {"held_seconds": held_seconds, "whole_seconds": seconds, "failure": failure})
+
+    def saved(self, seconds: float, grace_seconds: float | None, *, waits_for_another: bool = False) -> None:
+        """Warn once where a save takes more than half of what a rank has behind a signal before it is killed.
+
+        `waits_for_another`: the save that a stop makes may first have to wait for one that is being written.
+        """
+        needed = 2 * seconds if waits_for_another else seconds
+        if grace_seconds is not None and needed > grace_seconds / 2 and not self._warned_of_grace:
             self._warned_of_grace = True
+            also = ", which a stop may have to await and then to do again" if waits_for_another else ""
             self.say(
-                f"warning: saving took {seconds:.1f} s, more than half of the {grace_seconds:g} s between a signal and "
-                f"the end: rather stop by the file {self._directory.stop_file} or by `python -m launch run`, which "
-                "have no such limit, or have the signal sent earlier and say so with --grace-seconds"
+                f"warning: saving took {seconds:.1f} s{also}, more than half of the {grace_seconds:g} s between a "
+                f"signal and the end: rather stop by the file {self._directory.stop_file} or by `python -m launch "
+                "run`, which have no such limit, or have the signal sent earlier and say so with --grace-seconds"
             )
 
     def ends(self, outcome: Literal["stopped", "finished"], state: TrainState, message: str) -> None:

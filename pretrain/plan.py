@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from data_pipeline.order import SampleOrder
+from data_pipeline.steps import Steps
 from model.accounting import parameter_count
 from model.activations import LEGEND as PASS_LEGEND
 from pretrain.batching import BatchPlan, steps_of
@@ -253,8 +254,9 @@ class Reading:
     warn_epochs: float
 
     @classmethod
-    def of(cls, config: RunConfig, order: SampleOrder) -> Reading:
-        samples = steps_of(config.batch).samples_before(config.schedule.max_steps)
+    def of(cls, config: RunConfig, order: SampleOrder, steps: Steps | None = None) -> Reading:
+        """`steps`: the run's, where they are not those of the recipe alone."""
+        samples = (steps or steps_of(config.batch)).samples_before(config.schedule.max_steps)
         return cls(samples, order.describe()["stages"], order.epochs(samples), config.data.warn_epochs)
 
     @property

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.order import difference
-from data_pipeline.steps import Steps
-from pretrain.checkpoint import list_checkpoints, read_json, refuse_unhealthy, verify
+from data_pipeline.history import History
+from pretrain.changes import refuse_other
+from pretrain.checkpoint import list_checkpoints, read_json, refuse_part, refuse_unhealthy, verify
 from pretrain.run_directory import CheckpointError
 
 SPREAD = ("world_size", "zero_stage")  # of a run's identity: how its state is spread, not what it is
@@ -22,9 +22,13 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def choose(
-    folder: Path, resume: str, identity: Mapping[str, Any], say: Callable[[str], None] = lambda message: None
+    folder: Path,
+    resume: str,
+    identity: Mapping[str, Any],
+    say: Callable[[str], None] = lambda message: None,
+    changes: Collection[str] = (),
 ) -> Path | None:
-    """The checkpoint to resume from, verified and this run's; None for a fresh start.
+    """The checkpoint to resume from, verified and this run's, but for `changes`; None for a fresh start.
 
     `resume` is "auto" (the newest whole checkpoint in `folder`, if there is one), "never" (CheckpointError if there is
     one), or a path: that checkpoint, unless the run has gone on from it already; then the run's newest, or, for an
@@ -46,6 +50,7 @@ def choose(
             )
         verify(wanted)
         refuse_unhealthy(wanted)
+        refuse_part(wanted)
         if not (wanted / "engine").is_dir():
             raise CheckpointError(
                 f"{wanted} holds weights without a state of training: to start from them, "
@@ -60,7 +65,7 @@ def choose(
         if chosen is None:
             chosen = wanted
     if chosen is not None:
-        refuse_other_run(chosen, identity)
+        refuse_other_run(chosen, identity, changes)
     return chosen
 
 
@@ -82,8 +87,9 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Path | None:
             say(f"{error}; trying the one before it")
             aside.append((path, suffix))
             continue
+        refuse_part(path)
         for other, suffix in aside:
-            other.rename(_unused_name(other.with_name(other.name + suffix)))
+            set_aside(other, suffix)
         return path
     if candidates:
         raise CheckpointError(
@@ -91,6 +97,11 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Path | None:
             "or start over with another --run"
         )
     return None
+
+
+def set_aside(path: Path, suffix: str) -> None:
+    """Have a checkpoint be none, under a name that says why."""
+    path.rename(_unused_name(path.with_name(path.name + suffix)))
 
 
 def _unused_name(path: Path) -> Path:
@@ -102,33 +113,29 @@ def _unused_name(path: Path) -> Path:
     return candidate
 
 
-def refuse_other_run(path: Path, identity: Mapping[str, Any]) -> None:
-    """Raises CheckpointError, in one line, where a checkpoint's identity is not this run's.
+def refuse_other_run(path: Path, identity: Mapping[str, Any], changes: Collection[str] = ()) -> History:
+    """What was changed on the way of a run that goes on from a checkpoint, what `changes` names here included.
 
-    Stages of the mixture and parts of the batch ramp that have not begun yet may differ: what has been read, step by
-    step, is the same. Ranks and ZeRO stage may differ: `Checkpoints.load` converts.
+    Raises CheckpointError, in one line, where the checkpoint's identity is otherwise not this run's. Stages of the
+    mixture and parts of the batch ramp that have not begun yet may differ: what has been read, step by step, is the
+    same. Ranks and ZeRO stage may differ: `Checkpoints.load` converts.
     """
     stored = read_json(path / "state.json")
-    line = difference(stored["order"], identity["order"], consumed_samples=stored["consumed_samples"])
-    if line is not None:
-        raise CheckpointError(f"{path}: {line}; resume with the data it was trained on, or choose another --run")
-    _refuse_other_steps(path, stored, identity)
+    history = refuse_other(path, stored, identity, changes)
     stored, identity = with_defaults(stored), with_defaults(identity)
-    for name, value in identity.items():
-        if name in ("order", "global_batch_size", "batch_ramp", *SPREAD):
-            continue
-        earlier = stored[name]
+    for name in ("precision", "optimizer"):
+        earlier, value = stored[name], identity[name]
         if earlier == value:
             continue
-        if isinstance(value, dict):
-            key = next(key for key in {**earlier, **value} if earlier.get(key) != value.get(key))
-            name, earlier, value = f"{name}.{key}", earlier.get(key), value.get(key)
+        key = next(key for key in {**earlier, **value} if earlier.get(key) != value.get(key))
+        name, earlier, value = f"{name}.{key}", earlier.get(key), value.get(key)
         remedy = f"resume with the same {name}"
         if name == "precision.compute":  # "auto" is another one on another device
             remedy = f'resume with precision.compute = "{earlier}"'
         raise CheckpointError(
             f"{path} was written with {name} = {earlier}, this run has {value}: {remedy}, or choose another --run"
         )
+    return history
 
 
 def converted_from(path: Path, identity: Mapping[str, Any]) -> dict[str, int] | None:
@@ -146,16 +153,3 @@ def with_defaults(identity: Mapping[str, Any]) -> dict[str, Any]:
         "precision": {**precision, "moments": precision["master"], "compensation": "none", **precision},
         "optimizer": {"name": "adamw", "decay_embeddings": True, **optimizer},
     }
-
-
-def _refuse_other_steps(path: Path, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    earlier, ours = (Steps.from_json(one["global_batch_size"], one.get("batch_ramp", [])) for one in (stored, identity))
-    consumed = stored["consumed_samples"]
-    if earlier.parts(consumed) == ours.parts(consumed):
-        return
-    parts = [f"{{ until_samples = {end}, global_batch_size = {size} }}" for end, size in earlier.parts(consumed)]
-    raise CheckpointError(
-        f"{path} was written with global_batch_size = {earlier.told(consumed)}, this run has {ours.told(consumed)}: "
-        f"resume with the same, or choose another --run, or have another from here on, with batch.ramp = "
-        f"[{', '.join(parts)}]"
-    )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,14 +13,18 @@ from typing import Any, Literal
 
 import torch
 
+from data_pipeline.history import History
 from data_pipeline.loader import Batch, Loader
-from data_pipeline.order import SampleOrder, Stage
+from data_pipeline.order import SampleOrder
 from data_pipeline.packing_plan import PackingPlan, read_order
 from data_pipeline.shards import Collection, DataFormatError, open_collection
+from data_pipeline.steps import Steps
 from data_pipeline.stream import TokenStream
 from model.loss import IGNORED
 from model.transformer import Transformer
+from pretrain.agreement import facts, facts_of_weights, refuse_differences
 from pretrain.batching import BatchPlan, steps_of
+from pretrain.changes import after, steps_of_identity
 from pretrain.checkpoint import (
     fill,
     find,
@@ -32,7 +35,7 @@ from pretrain.checkpoint import (
     tokenizer_of,
     verify,
 )
-from pretrain.config import Compute, RecipeError, RunConfig, from_root, to_toml
+from pretrain.config import Compute, RecipeError, RunConfig, from_root, new_values, to_toml
 from pretrain.engine import (
     TIMEOUT_MINUTES,
     TrainingEngine,
@@ -43,11 +46,13 @@ from pretrain.engine import (
     rounding_warnings,
 )
 from pretrain.evaluate import Score, evaluate, isolates_documents
-from pretrain.metrics import Report
+from pretrain.keeper import Kept
+from pretrain.metrics import Report, TrainingDivergedError
+from pretrain.parts import Shelf
 from pretrain.receipts import Receipt
-from pretrain.resuming import choose, clear_leftovers, converted_from, with_defaults
+from pretrain.resuming import choose, clear_leftovers, converted_from, refuse_other_run, with_defaults
 from pretrain.retention import Retention
-from pretrain.run_directory import CheckpointError, RunDirectory, write_text
+from pretrain.run_directory import CheckpointError, RunDirectory, RunDirectoryError, write_text
 from pretrain.runtime import (
     Ranks,
     auto_compute,
@@ -58,8 +63,9 @@ from pretrain.runtime import (
     refuse_without_compiler,
     seed_everything,
 )
-from pretrain.saving import Checkpoints
+from pretrain.saving import Checkpoints, SaveResult
 from pretrain.schedule import jump, learning_rate
+from pretrain.sharing import clear_marks, discover, drop_if_empty
 from pretrain.state import Measured, TrainState
 from pretrain.stopping import (
     Poll,
@@ -163,6 +169,17 @@ class Inputs:
     packed: PackingPlan | None
     identity: dict[str, Any]  # what a checkpoint must share with the run that resumes from it
 
+    @property
+    def steps(self) -> Steps:
+        """Which samples each step reads, those before the last change included."""
+        return steps_of_identity(self.identity)
+
+    def behind(self, history: History) -> Inputs:
+        """What a run reads and counts that goes on behind these changes: its order begins with the last of them."""
+        identity = after(self.identity, history)
+        order = SampleOrder.of(identity["order"]) if "begin" in identity["order"] else self.order
+        return replace(self, order=order, identity=identity)
+
     @classmethod
     def check(cls, config: RunConfig, world_size: int, auto: Compute = "bf16") -> Inputs:
         """Open all that one process can open; precision.compute = "auto" stands for `auto`.
@@ -182,6 +199,12 @@ class Inputs:
             "order": {**order.describe(), "content_sha256": collection.content_sha256},
             "global_batch_size": config.batch.global_batch_size,
             **({"batch_ramp": [list(part) for part in steps_of(config.batch).ramp]} if config.batch.ramp else {}),
+            "data": {
+                "path": config.data.path,
+                "stages": [stage.model_dump() for stage in config.data.stages],
+                "streams": collection.streams,
+                "tokenizer": codec.fingerprint,
+            },
             "world_size": world_size,
             "zero_stage": deepspeed["zero_optimization"]["stage"],
             "precision": {
@@ -242,7 +265,7 @@ def sample_order(config: RunConfig, collection: Collection) -> tuple[SampleOrder
     Raises RecipeError where the two don't fit, DataFormatError where the plan is missing, damaged or of other data.
     """
     seq_len = config.model.seq_len
-    stages = [Stage(stage.from_tokens // seq_len, dict(stage.weights)) for stage in config.data.stages]
+    stages = History().stages([(stage.from_tokens, stage.weights) for stage in config.data.stages], seq_len)
     try:
         return read_order(collection, packing=config.data.packing, seed=config.seed, seq_len=seq_len, stages=stages)
     except DataFormatError:
@@ -286,19 +309,73 @@ def refuse_devices(ranks: Ranks, compute: Compute) -> None:
 
 
 def begin_attempt(
-    directory: RunDirectory, inputs: Inputs, resume: str, pids: list[int], say: Callable[[str], None]
+    directory: RunDirectory,
+    inputs: Inputs,
+    resume: str,
+    pids: list[int],
+    say: Callable[[str], None],
+    changes: Sequence[str] = (),
 ) -> tuple[int, Path | None, Path | None]:
     """Take the run directory, choose the checkpoint to go on from, and write down what will run. First rank only.
 
+    `changes`: names of what may be another than the checkpoint's (changes.py); all that were ever made are recorded.
     Returns the attempt's number, the checkpoint, and, where there is none, what the initial weights are read from.
     Raises RunDirectoryError or CheckpointError, with the directory as it was, where another run is at work there or
     what it holds is not this run.
     """
+    take(directory)
+    chosen = choose(directory.checkpoints, resume, inputs.identity, say, changes)
+    history = History() if chosen is None else refuse_other_run(chosen, inputs.identity, changes)
+    initial = initial_weights(inputs) if chosen is None else None
+    return write_down(directory, inputs, chosen, initial, pids, history), chosen, initial
+
+
+def begin_attempts(
+    shelf: Shelf,
+    directory: RunDirectory,
+    inputs: Inputs,
+    resume: str,
+    pids: list[int],
+    say: Callable[[str], None],
+    changes: Sequence[str] = (),
+) -> tuple[int, Path | None, Path | None]:
+    """The same where not all ranks have one run directory: in each home. All ranks together."""
+    sharing = shelf.sharing
+    sharing.on_leaders(lambda: take(directory))
+    chosen = shelf.choose(resume, say)
+    initial, history = None, History()
+    if chosen is None:
+        initial = sharing.on_leaders(lambda: initial_weights(inputs))[sharing.home]
+        if inputs.config.initial_weights is not None:
+            refuse_differences(sharing.ranks, lambda: facts_of_weights(initial))
+    else:
+        history = sharing.ranks.on_first(lambda: refuse_other_run(chosen, inputs.identity, changes))
+    attempt = sharing.ranks.on_first(lambda: write_down(directory, inputs, chosen, initial, pids, history))
+    others = sharing.leads and sharing.home > 0
+    sharing.on_leaders(
+        lambda: write_down(directory, inputs, chosen, initial, pids, history, attempt) if others else attempt
+    )
+    return attempt, chosen, initial
+
+
+def take(directory: RunDirectory) -> None:
+    """Take a run directory for this run, without what a kill left in it."""
     directory.lock()
+    clear_marks(directory.path)
     directory.checkpoints.mkdir(exist_ok=True)
     clear_leftovers(directory.checkpoints)
-    chosen = choose(directory.checkpoints, resume, inputs.identity, say)
-    initial = initial_weights(inputs) if chosen is None else None
+
+
+def write_down(
+    directory: RunDirectory,
+    inputs: Inputs,
+    chosen: Path | None,
+    initial: Path | None,
+    pids: list[int],
+    history: History,
+    attempt: int | None = None,
+) -> int:
+    """Record a start of the command and what will run; gives its number, which follows unless it is given."""
     recipe = to_toml(inputs.config)
     directory.attempts()  # damaged? then say so before anything is changed
     earlier = recipe
@@ -309,9 +386,7 @@ def begin_attempt(
     directory.stop_file.unlink(missing_ok=True)
     shutil.rmtree(directory.receipts, ignore_errors=True)  # of the attempt before
     inputs.codec.copy_to(directory.tokenizer)
-    write_text(directory.recipe, recipe)
-    write_text(directory.deepspeed, json.dumps(inputs.deepspeed, indent=2) + "\n")
-    attempt = directory.begin_attempt(
+    number = directory.begin_attempt(
         {
             "world_size": inputs.plan.world_size,
             "pids": pids,
@@ -319,10 +394,14 @@ def begin_attempt(
             "converted_from": None if chosen is None else converted_from(chosen, inputs.identity),
             "initial_weights": None if initial is None else str(initial),
             "compute": inputs.compute,
-            "recipe_changes": [line for line in recipe.splitlines() if line not in earlier.splitlines()],
-        }
+            "recipe_changes": new_values(earlier, recipe),
+            "changes": history.to_json(),
+        },
+        attempt,
     )
-    return attempt, chosen, initial
+    write_text(directory.recipe, recipe)  # behind that record: what it says of samples before a change is not true
+    write_text(directory.deepspeed, json.dumps(inputs.deepspeed, indent=2) + "\n")
+    return number
 
 
 def build_engine(inputs: Inputs, ranks: Ranks, device: torch.device, initial: Path | None = None) -> TrainingEngine:
@@ -352,12 +431,15 @@ def train(
     grace_seconds: float | None = None,
     timeout_minutes: float = TIMEOUT_MINUTES,
     command: str = "the same command",
+    kept: Kept | None = None,
+    changes: Sequence[str] = (),
 ) -> Outcome:
     """Train until max_steps, or until a rank is asked to stop: by a signal, the stop file, or a deadline in `stop`.
 
     Then the last whole step is saved. `grace_seconds` is what a rank has behind a signal before it is killed, None for
     no limit: slow saves are warned of. `timeout_minutes` is how long a rank waits for the others. `command` is what goes
-    on with this run, as its receipts tell it.
+    on with this run, as its receipts tell it;
+    `kept`: this rank's keeper, where `launch run` started it.
     """
     device = pick_device(ranks.local_rank, ranks.accelerator)
     inputs = Inputs.check(config, ranks.world_size, auto_compute(device))
@@ -378,11 +460,32 @@ def train(
             if stop.reason is None or not is_lost_peer(error):
                 raise
             return "stopped"  # nothing has begun: the signal met another rank before it could note it, and ended that
+        plan_sha256 = inputs.identity["order"].get("plan_sha256")
+        options = {"--resume": resume}
+        refuse_differences(
+            ranks, lambda: facts(to_toml(config), options, inputs.deepspeed, inputs.collection, plan_sha256)
+        )
+        sharing = discover(path, ranks)
+        refusal = sharing.refusal(path) if config.checkpoint.placement == "shared" else None
+        if refusal is not None:
+            sharing.on_leaders(lambda: drop_if_empty(path))
+            raise RunDirectoryError(refusal)
         report = stack.enter_context(Report(directory, config, active=ranks.is_first))
         pids = ranks.gather(os.getpid())
-        attempt, resumed_from, initial = ranks.on_first(
-            lambda: begin_attempt(directory, inputs, resume, pids, report.say)
-        )
+        shelf = None
+        if sharing.is_one:
+            attempt, resumed_from, initial = ranks.on_first(
+                lambda: begin_attempt(directory, inputs, resume, pids, report.say, changes)
+            )
+        else:
+            shelf = Shelf(directory.checkpoints, sharing, gathers=config.checkpoint.placement == "gathered")
+            attempt, resumed_from, initial = begin_attempts(
+                shelf, directory, inputs, resume, pids, report.say, changes
+            )
+        history = History.of(ranks.on_first(lambda: directory.attempts()[-1]["changes"]))
+        inputs = inputs.behind(history)
+        if kept is not None:
+            kept.begins(attempt, directory.log(attempt, ranks.rank))
         receipt = Receipt(directory, attempt, ranks.rank, ranks.world_size, command)
         stack.enter_context(receipt.of_failure())
         if initial is not None:
@@ -391,31 +494,45 @@ def train(
             if note is not None:
                 report.say(note)
         engine = build_engine(inputs, ranks, device, initial)
-        checkpoints = Checkpoints(directory.checkpoints, Retention.of(config.checkpoint), ranks, report.say)
+        asynchronous = config.checkpoint.asynchronous
+
+        def save_ended(result: SaveResult) -> None:
+            report.save_ended(
+                result.step, held_seconds=result.held_seconds, seconds=result.seconds, failure=result.failure
+            )
+            if result.failure is not None:
+                return
+            receipt.save_seconds = result.seconds
+            if stop.deadline is not None:
+                stop.deadline.measured_save(result.seconds)
+            report.saved(result.seconds, grace_seconds, waits_for_another=asynchronous)
+
+        checkpoints = Checkpoints(
+            directory.checkpoints, Retention.of(config.checkpoint), ranks, report.say,
+            asynchronous=asynchronous, on_end=save_ended,
+        )  # fmt: skip
+        stack.callback(checkpoints.close)
         state = TrainState() if resumed_from is None else checkpoints.load(resumed_from, engine)
+        unscored = resumed_from is not None and lacks_evaluation(resumed_from, state, config)
+        if shelf is not None:
+            shelf.clear()
         receipt.state = state
         batches = heeding(stack.enter_context(loader(inputs, ranks, state)), stop)
         stopping = Stopping(stop, engine.sum_over_ranks)
-        report.begins(attempt, state, resumed_from, inputs.order)
+        report.begins(attempt, state, resumed_from, inputs.order, inputs.steps)
+        if resumed_from is not None:
+            report.changed(state, history, changes, inputs.order)
         jumped = None if resumed_from is None else jump(state.global_step, engine.learning_rate, schedule)
         if jumped is not None:
             report.say(jumped)
         if state.global_step >= schedule.max_steps:
             report.say(f"step {state.global_step}: schedule.max_steps = {schedule.max_steps} is reached")
 
-        def save(measured: Measured) -> None:
-            started = time.perf_counter()
-            checkpoints.save(engine, state, inputs.identity, measured)
-            receipt.save_seconds = time.perf_counter() - started
-            if stop.deadline is not None:
-                stop.deadline.measured_save(receipt.save_seconds)
-            report.saved(receipt.save_seconds, grace_seconds)
-
         stack.enter_context(one_ranks_fault())
-        first_step, steps = state.global_step, steps_of(config.batch)
-        unsaved: Measured | None = None  # of the last whole step, as long as no checkpoint has it
+        first_step, steps = state.global_step, inputs.steps
+        measured: Measured | None = None  # of the last whole step
         try:
-            if resumed_from is not None and lacks_evaluation(resumed_from, state, config):
+            if unscored:
                 report.scores(state, heldout_scores(engine, inputs, ranks, stopping))
             while state.global_step < schedule.max_steps:
                 lr = learning_rate(state.global_step, schedule)
@@ -429,26 +546,32 @@ def train(
                     grad_norm=result.grad_norm, loss_scale=result.loss_scale, overflowed=result.overflowed,
                     skipped_steps=engine.skipped_steps,
                 )  # fmt: skip
-                unsaved = Measured(result.loss, result.grad_norm, result.overflowed)
+                measured = Measured(result.loss, result.grad_norm, result.overflowed)
+                checkpoints.poll()
                 if stop.deadline is not None:
                     stop.deadline.measured_step(report.step_seconds)
+                    stop.deadline.save_in_flight = checkpoints.in_flight
                 if result.stop_wanted and not last:
                     raise StopAgreedError
                 if due(state, config.evaluation.every_steps) or last:
                     scores = heldout_scores(engine, inputs, ranks, stopping)
                     report.scores(state, scores)
-                    unsaved = replace(unsaved, heldout_loss=scores["all"].loss)
-                if due(state, config.checkpoint.every_steps) or last:
-                    save(unsaved)
-                    unsaved = None
+                    measured = replace(measured, heldout_loss=scores["all"].loss)
+                if last:
+                    checkpoints.save_last(engine, state, inputs.identity, measured)
+                elif due(state, config.checkpoint.every_steps):
+                    checkpoints.save(engine, state, inputs.identity, measured)
         except StopAgreedError:
             reason = first_reason(ranks.gather(stop.reason))
-            if unsaved is not None:
-                save(unsaved)
+            if measured is not None:
+                checkpoints.save_last(engine, state, inputs.identity, measured)
             when = " before a step was made" if state.global_step == first_step else ""
             report.ends("stopped", state, f"stopped by {reason}{when}; resume with {command}")
             receipt.write("stopped", reason)
             return "stopped"
+        except TrainingDivergedError:  # on all ranks
+            checkpoints.finish()
+            raise
         report.ends("finished", state, f"finished: {state.tokens_seen:,} tokens")
         receipt.write("finished", None)
         return "finished"
@@ -496,5 +619,5 @@ def loader(inputs: Inputs, ranks: Ranks, state: TrainState) -> Loader:
         first_sample=state.consumed_samples,
         eos_id=inputs.collection.eos_id,
         plan=inputs.packed,
-        steps=steps_of(inputs.config.batch),
+        steps=inputs.steps,
     )

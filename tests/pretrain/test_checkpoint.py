@@ -174,7 +174,7 @@ def test_a_longer_run_may_resume_and_the_change_is_recorded(run: tuple[Path, dic
     attempt, chosen, _ = begin_attempt(RunDirectory(path), Inputs.check(parse_recipe(longer), 1), "auto", [1], print)
     assert (attempt, chosen) == (2, path / "checkpoints" / "step-00000008")
     recorded = json.loads((path / "environment.json").read_text())["attempts"][-1]
-    assert recorded["recipe_changes"] == ["max_steps = 12"]
+    assert recorded["recipe_changes"] == ["schedule.max_steps = 12"]
     assert recorded["resumed_from"] == str(chosen)
 
 

@@ -11,13 +11,16 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import socket
+import stat
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pretrain.batching import BatchPlan
 from pretrain.config import PROJECT_ROOT, Compute, RecipeError, RunConfig, mismatch, nearest, show
@@ -33,8 +36,12 @@ if TYPE_CHECKING:
     from pretrain.elastic import Layout
     from pretrain.muon import Matrix
     from pretrain.runtime import Ranks
+    from pretrain.snapshot import Snapshot
 
 AUTO = "auto"
+
+# By name, what writes a file of a checkpoint to a path.
+Files: TypeAlias = dict[str, Callable[[Path], None]]
 
 # What a value may be: true or false; one of some words; a whole number of a range (5e7 is one too).
 Kind = type[bool] | tuple[str, ...] | range
@@ -506,6 +513,12 @@ class TrainingEngine:
         if in_fp16:
             # At the smallest scale DeepSpeed would raise a bare Exception; `metrics.Report` says it better.
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
+        self._collected: Files = {}
+        self._snapshot: Snapshot | None = None
+        # What DeepSpeed would write is collected instead, so that it can be written elsewhere and later.
+        storage = self._engine.checkpoint_engine
+        storage.load, storage.save, storage.makedirs = _load_tensors, self._collect, _make_no_folder
+        self._engine._copy_recovery_script = self._collect_scripts
 
     def _matrix_layouts(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, list[Matrix]]:
         """Where the hidden matrices lie in the flat partitions that DeepSpeed made of them, from its own tables."""
@@ -662,8 +675,34 @@ class TrainingEngine:
         return infinite == 0
 
     def save(self, folder: Path) -> None:
-        """Write DeepSpeed's own files of all ranks below `folder`."""
-        self._engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+        """Write DeepSpeed's own files of all ranks below `folder`, and its scripts beside it."""
+        for name, write in self.files(folder=folder.name).items():
+            (folder.parent / name).parent.mkdir(parents=True, exist_ok=True)
+            write(folder.parent / name)
+        self.ranks.barrier()
+
+    def files(self, snapshot: Snapshot | None = None, folder: str = "engine") -> Files:
+        """DeepSpeed's own files of this rank, below `folder`, and its scripts. Nothing is written here.
+
+        They have the numbers of now where a `snapshot` copies them; else those of when they are written.
+        """
+        self._collected, self._snapshot = {}, snapshot
+        self._engine.save_checkpoint(".", tag=folder, save_latest=False)
+        files, self._collected, self._snapshot = self._collected, {}, None
+        return files
+
+    def _collect(self, state_dict: dict[str, Any], path: str) -> None:
+        import torch
+
+        kept = state_dict if self._snapshot is None else self._snapshot.take(state_dict)
+        self._collected[os.path.normpath(path)] = partial(torch.save, kept)
+
+    def _collect_scripts(self, folder: str) -> None:
+        """The scripts that DeepSpeed puts beside its files, executable as it has them."""
+        import deepspeed
+
+        for name in ("zero_to_fp32.py", "zero_to_torch.py"):
+            self._collected[name] = partial(_copy_script, Path(deepspeed.__file__).parent / "utils" / name)
 
     def load(self, folder: Path) -> Layout | None:
         """Read what `save` wrote. Where that lies otherwise here (other ranks, another stage), it is spread anew, and
@@ -672,15 +711,9 @@ class TrainingEngine:
         Weight decay, betas, eps and the kernel stay those of this run, though the files have them too.
         pickle.UnpicklingError where a file holds anything but tensors, numbers and a few classes of DeepSpeed's.
         """
-        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-        from deepspeed.runtime.zero.config import ZeroStageEnum
-        from deepspeed.utils.tensor_fragment import fragment_address
-        from torch.serialization import safe_globals
-
         from pretrain.elastic import saved_layout
 
-        # DeepSpeed would unpickle whatever stands in a file. These classes of its own are all that its files need.
-        with safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
+        with _safe_classes():
             saved, own = saved_layout(folder, _map_tensors, self._sizes), self.layout()
             if saved != own:
                 self._load_otherwise(folder, saved, own)
@@ -688,11 +721,17 @@ class TrainingEngine:
             self._load_same(folder)
         return None
 
+    def lies_otherwise(self, folder: Path) -> bool:
+        """Whether `load` would spread anew what `save` wrote there, and so reads the files of all ranks."""
+        from pretrain.elastic import saved_layout
+
+        with _safe_classes():
+            return saved_layout(folder, _map_tensors, self._sizes) != self.layout()
+
     def _load_same(self, folder: Path) -> None:
         names = {"weight_decay", "betas", "eps", "fused"}
         groups = self._engine.optimizer.param_groups
         settings = [{name: group[name] for name in names & group.keys()} for group in groups]
-        self._engine.checkpoint_engine.load = _load_tensors
         loaded, _ = self._engine.load_checkpoint(str(folder.parent), tag=folder.name)
         if loaded is None:
             raise RuntimeError(f"DeepSpeed loaded nothing from {folder}")
@@ -750,17 +789,48 @@ class TrainingEngine:
         in_bf16 = hasattr(zero, "bf16_groups")  # ZeRO-1 with sums in fp32
         return list(zero.fp32_groups_flat_partition if in_bf16 else zero.single_partition_of_fp32_groups)
 
-    def gather_weights(self) -> dict[str, Tensor]:
-        """On the first rank, a copy of all weights on the CPU in the compute dtype, tied ones once; else empty."""
+    def gather_weights(self, snapshot: Snapshot | None = None) -> dict[str, Tensor]:
+        """On the first rank, a copy of all weights on the CPU in the compute dtype, tied ones once; else empty.
+
+        In a `snapshot` that has DeepSpeed's files they take no more room, unless ZeRO-3 has to gather them.
+        """
         import deepspeed
 
         weights: dict[str, Tensor] = {}
         for name, parameter in self._engine.module.named_parameters():
             # Under ZeRO-3 a parameter is whole only inside this context; one at a time keeps memory flat.
             with deepspeed.zero.GatheredParameters([parameter], enabled=self.zero_stage == 3):
-                if self.ranks.is_first:
+                if not self.ranks.is_first:
+                    continue
+                if snapshot is None:
                     weights[name] = parameter.detach().to("cpu", copy=True).contiguous()
+                elif self.zero_stage == 3:
+                    weights[name] = snapshot.take_alone(parameter)
+                else:
+                    weights[name] = snapshot.take(parameter.detach())
         return weights
+
+
+def _make_no_folder(path: str, exist_ok: bool = False) -> None:
+    """Whoever writes a file makes its folder."""
+
+
+def _copy_script(source: Path, path: Path) -> None:
+    shutil.copyfile(source, path)
+    path.chmod(path.stat().st_mode | stat.S_IEXEC)
+
+
+def _safe_classes() -> AbstractContextManager[None]:
+    """DeepSpeed would unpickle whatever stands in a file. These classes of its own are all that its files need."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+    from torch.serialization import safe_globals
+
+    context: AbstractContextManager[None] = safe_globals(
+        [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+    )
+    return context
 
 
 def _load_tensors(path: str, map_location: Any = None) -> Any:

@@ -1,103 +1,286 @@
 """Saving a checkpoint, and putting one into an engine: what all ranks do together.
 
-Protocol of a save: all ranks write into `step-….partial`; each flushes and hashes its share of the files; the first
-rank writes the manifest, renames the folder, moves `latest`, then prunes (see retention.py). A kill anywhere leaves
-either the old `latest` or the new one, both whole.
+A save is three things:
+
+1. capture: what each rank will write, as it is at the step's end; a copy where training goes on meanwhile;
+2. writing: each rank writes its files into `step-….partial`, flushes and hashes them, alone (see writing.py);
+3. commit: when all have, the first rank writes the manifest, renames the folder, moves `latest`, then prunes (see
+   retention.py).
+
+At once, the three follow each other. Asynchronously, threads do the second and the third, and `poll`, at the end of
+every step, asks all ranks whether theirs have ended: no thread ever waits for another rank. A kill anywhere leaves
+either the old `latest` or the new one, both whole; so does a write that fails.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from data_pipeline.durable import file_sha256, sync_folder
+from data_pipeline.durable import sync_folder
 from model.huggingface import save_tensors
 from pretrain.checkpoint import list_checkpoints, manifest_of, remove, saved, step_of
 from pretrain.retention import Retention
 from pretrain.run_directory import CheckpointError, write_text
 from pretrain.runtime import Ranks, one_ranks_fault
+from pretrain.snapshot import Snapshot
 from pretrain.state import Measured, TrainState
+from pretrain.writing import FULL, Job, Written, why, write_files
 
 if TYPE_CHECKING:
-    from pretrain.engine import TrainingEngine
+    from pretrain.engine import Files, TrainingEngine
+
+# What a run that ends by an error leaves to a thread that writes.
+LEAVE_SECONDS = 5.0
+
+
+class NotSavedError(OSError):
+    """What the run ends with could not be saved. Raised on all ranks."""
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """How a save ended, on every rank."""
+
+    step: int
+    failure: str | None  # why there is no checkpoint
+    held_seconds: float  # for which this rank's loop stood still
+    seconds: float  # from its beginning to its end, without the steps between
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What the first rank did with what all had written."""
+
+    failure: str | None = None
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class Flight:
+    """A save that has begun and has not ended."""
+
+    step: int
+    folder: Path  # its name when it is whole
+    healthy: bool
+    last: bool
+    in_thread: bool
+    sum_over_ranks: Callable[..., list[float]]
+    writing: Job[Written]
+    ending: Job[Ended] | None = None  # when all ranks have written
+    held_seconds: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def partial(self) -> Path:
+        return self.folder.with_name(self.folder.name + ".partial")
 
 
 class Checkpoints:
     """The checkpoints of one run. Its methods are called on all ranks together."""
 
     def __init__(
-        self, folder: Path, retention: Retention, ranks: Ranks, say: Callable[[str], None] = lambda message: None
+        self,
+        folder: Path,
+        retention: Retention,
+        ranks: Ranks,
+        say: Callable[[str], None] = lambda message: None,
+        *,
+        asynchronous: bool = False,
+        on_end: Callable[[SaveResult], None] = lambda result: None,
     ) -> None:
+        """`on_end` hears of every save when it has ended, well or not."""
         self.folder = folder
         self.retention = retention
         self.ranks = ranks
         self.say = say
+        self.asynchronous = asynchronous
+        self.on_end = on_end
+        self.newest_step: int | None = None  # that was saved or loaded here
+        self._snapshot: Snapshot | None = None  # its room is kept from one save to the next
+        self._flight: Flight | None = None
+        self._abandoned = threading.Event()
+        self._warned_of_waiting = False
 
-    def save(self, engine: TrainingEngine, state: TrainState, identity: Mapping[str, Any], measured: Measured) -> Path:
-        """Write a checkpoint of `state`; on return it is durable and `latest` names it.
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save is being written."""
+        return self._flight is not None
 
-        One that holds numbers which are not finite is told of, and never costs the last healthy one its place.
+    def save(self, engine: TrainingEngine, state: TrainState, identity: Mapping[str, Any], measured: Measured) -> None:
+        """Write a checkpoint of `state`: durable on return or, asynchronously, when `on_end` hears of it.
+
+        One that cannot be written is told of and left out. One that holds numbers which are not finite is told of, and
+        never costs the last healthy one its place.
         """
+        self.poll()
+        if self._flight is not None:
+            if not self._warned_of_waiting:
+                self.say(
+                    f"warning: step {state.global_step}: the save of step {self._flight.step} is still being written, "
+                    "and training waits for it: set a larger checkpoint.every_steps, or use a faster disk"
+                )
+            self._warned_of_waiting = True
+            self.finish()
+        if self.asynchronous and self._snapshot is None:
+            self._snapshot = Snapshot(engine.device)
+        self._begin(engine, state, identity, measured, self._snapshot, last=False)
+
+    def save_last(
+        self, engine: TrainingEngine, state: TrainState, identity: Mapping[str, Any], measured: Measured
+    ) -> None:
+        """Have a durable checkpoint of `state`, behind which nothing is trained. NotSavedError where there is none."""
+        self.finish()
+        self._snapshot = None  # nothing changes any more: no copy
+        if self.newest_step != state.global_step:
+            self._begin(engine, state, identity, measured, None, last=True)
+
+    def poll(self) -> None:
+        """Let a save go on that all ranks have written; costs a sum over the ranks while there is one."""
+        while self._flight is not None:
+            flight = self._flight
+            ended = (flight.writing if flight.ending is None else flight.ending).ended
+            (waiting,) = flight.sum_over_ranks(not ended)
+            if waiting:
+                break
+            self._go_on(flight)
+
+    def finish(self) -> None:
+        """Wait until no save is being written."""
+        while self._flight is not None:
+            self._go_on(self._flight)
+
+    def close(self) -> None:
+        """Give up a save that is being written, on this rank: the run has failed. Returns within some seconds."""
+        if self._flight is not None:
+            self._abandoned.set()
+            (self._flight.ending or self._flight.writing).wait(LEAVE_SECONDS)
+
+    def _begin(
+        self,
+        engine: TrainingEngine,
+        state: TrainState,
+        identity: Mapping[str, Any],
+        measured: Measured,
+        snapshot: Snapshot | None,
+        *,
+        last: bool,
+    ) -> None:
+        started = time.perf_counter()
         record = measured.to_dict(finite=engine.is_finite())
-        final = self.folder / f"step-{state.global_step:08d}"
-        partial = final.with_name(final.name + ".partial")
+        folder = self.folder / f"step-{state.global_step:08d}"
+        aside = folder.with_name(folder.name + ".partial")
         if self.ranks.is_first:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        self.ranks.barrier()
-        with _full_disk_told(partial):
-            engine.save(partial / "engine")
-            torch.save(torch.get_rng_state(), partial / f"rng-{self.ranks.rank:05d}.pt")
-            weights = engine.gather_weights()
-            if self.ranks.is_first:
-                save_tensors(weights, partial / "weights.safetensors")
-                (partial / "model.json").write_text(json.dumps(engine.model_config.to_dict(), indent=2) + "\n")
-                described = {**asdict(state), **identity, "measured": record}
-                (partial / "state.json").write_text(json.dumps(described, indent=2) + "\n")
-            del weights
-            self.ranks.barrier()
-            files = self._receipts(partial)
+            shutil.rmtree(aside, ignore_errors=True)
+        described = {**asdict(state), **identity, "measured": record}
+        files = self._capture(engine, described, snapshot)  # waits for all ranks
+        captured = time.perf_counter() - started
+        in_thread = snapshot is not None
+        self._flight = Flight(
+            state.global_step, folder, bool(record["healthy"]), last, in_thread, engine.sum_over_ranks,
+            Job(partial(write_files, files, aside, self._abandoned), in_thread=in_thread),
+            held_seconds=time.perf_counter() - started, seconds=captured,
+        )  # fmt: skip
+        if not in_thread:
+            self.finish()
+
+    def _capture(self, engine: TrainingEngine, described: dict[str, Any], snapshot: Snapshot | None) -> Files:
+        """This rank's files of a checkpoint. All ranks have passed here before one writes."""
+        with nullcontext() if snapshot is None else snapshot.taking():
+            files = engine.files(snapshot)
+            weights = engine.gather_weights(snapshot)
+        files[f"rng-{self.ranks.rank:05d}.pt"] = partial(torch.save, torch.get_rng_state())
         if self.ranks.is_first:
+            files["weights.safetensors"] = partial(save_tensors, weights)
+            files["model.json"] = partial(_write_json, engine.model_config.to_dict())
+            files["state.json"] = partial(_write_json, described)
+        return files
+
+    def _go_on(self, flight: Flight) -> None:
+        """What follows when this rank's job has ended, waiting for it and for the others'."""
+        started = time.perf_counter()
+        if flight.ending is None:
+            everyones = self.ranks.gather(flight.writing.result())
+            flight.seconds += max(written.seconds for written in everyones)
+            flight.ending = self._end(flight, everyones)
+            flight.held_seconds += time.perf_counter() - started
+            return
+        ended: Ended = self.ranks.broadcast(flight.ending.result())
+        self._flight = None
+        flight.held_seconds += time.perf_counter() - started
+        for note in ended.notes:
+            self.say(note)
+        if ended.failure is None:
+            self.newest_step = flight.step
+        elif not flight.last:
+            self.say(
+                f"warning: step {flight.step} was not saved: {ended.failure}; the checkpoints before it stay, training "
+                "goes on, and the next save is tried when it is due"
+            )
+        self.on_end(SaveResult(flight.step, ended.failure, flight.held_seconds, flight.seconds + ended.seconds))
+        if flight.last and ended.failure is not None:
+            remedy = "make room (or lower checkpoint.keep_last)" if FULL in ended.failure else "see to that"
+            raise NotSavedError(
+                f"{ended.failure}: nothing was saved at {flight.folder.name}, the checkpoints before it are whole: "
+                f"{remedy} and start the same command again"
+            )
+
+    def _end(self, flight: Flight, everyones: list[Written]) -> Job[Ended]:
+        """The first rank's work behind that of all: the commit, or taking away what is not whole."""
+        failures = [
+            written.failure if rank == 0 else f"rank {rank}: {written.failure}"
+            for rank, written in enumerate(everyones)
+            if written.failure is not None
+        ]
+        files = {name: receipt for written in everyones for name, receipt in sorted(written.files.items())}
+        if not self.ranks.is_first:
+            return Job(Ended, in_thread=False)
+        work = partial(self._discard, flight, failures[0]) if failures else partial(self._commit, flight, files)
+        return Job(work, in_thread=flight.in_thread)
+
+    def _discard(self, flight: Flight, failure: str) -> Ended:
+        started = time.perf_counter()
+        shutil.rmtree(flight.partial, ignore_errors=True)
+        return Ended(failure, time.perf_counter() - started)
+
+    def _commit(self, flight: Flight, files: dict[str, dict[str, int | str]]) -> Ended:
+        started, aside, final = time.perf_counter(), flight.partial, flight.folder
+        try:
+            for folder in {(aside / name).parent for name in files}:
+                sync_folder(folder)
             # No newline behind the last brace: cut by one byte, it is no JSON any more.
-            write_text(partial / "manifest.json", json.dumps(manifest_of(files), indent=2))
+            write_text(aside / "manifest.json", json.dumps(manifest_of(dict(sorted(files.items()))), indent=2))
             if final.exists():  # a run resumed from before it, saving the same step again
                 shutil.rmtree(final)
-            partial.rename(final)
+            aside.rename(final)
             sync_folder(self.folder)
             write_text(self.folder / "latest", final.name + "\n")
+        except OSError as error:
+            if aside.exists():
+                return self._discard(flight, why(error, aside / "manifest.json"))
+            return Ended(why(error, self.folder / "latest"), time.perf_counter() - started)
+        notes = [] if flight.healthy else [
+            f"warning: step {flight.step}: not every weight and moment is a finite number; {final.name} "
+            "is kept to be looked at, beside the last healthy checkpoint, and no run will resume from it"
+        ]  # fmt: skip
+        try:
             self._prune()
-            if not record["healthy"]:
-                self.say(
-                    f"warning: step {state.global_step}: not every weight and moment is a finite number; {final.name} "
-                    "is kept to be looked at, beside the last healthy checkpoint, and no run will resume from it"
-                )
-        self.ranks.barrier()
-        return final
-
-    def _receipts(self, partial: Path) -> dict[str, dict[str, int | str]]:
-        """Flush and hash every file, each rank its share; the union, on every rank."""
-        paths = sorted(path for path in partial.rglob("*") if path.is_file())
-        mine = {}
-        for path in paths[self.ranks.rank :: self.ranks.world_size]:
-            mine[str(path.relative_to(partial))] = {"bytes": path.stat().st_size, "sha256": _hash_durable(path)}
-        if self.ranks.is_first:
-            for folder in {path.parent for path in paths}:
-                sync_folder(folder)
-        receipts: dict[str, dict[str, int | str]] = {}
-        for share in self.ranks.gather(mine):
-            receipts.update(share)
-        return dict(sorted(receipts.items()))
+        except OSError as error:
+            notes.append(f"warning: step {flight.step} is saved, but an older checkpoint could not be removed: {error}")
+        return Ended(None, time.perf_counter() - started, tuple(notes))
 
     def _prune(self) -> None:
         checkpoints = list_checkpoints(self.folder)
@@ -124,30 +307,10 @@ class Checkpoints:
                 ) from None
         if written is not None:
             self.say(f"{path} was written by {written}: converted for {engine.layout().told_beside(written)}")
-        return TrainState.of(path)
+        state = TrainState.of(path)
+        self.newest_step = state.global_step
+        return state
 
 
-@contextmanager
-def _full_disk_told(partial: Path) -> Iterator[None]:
-    """Say in one line that the disk is full, however the writer that met it put it, and give back what was written.
-
-    torch and safetensors report it in words of their own, some without one of the disk.
-    """
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        free_bytes = shutil.disk_usage(partial.parent).free
-        if not full and free_bytes >= 2**20 and "No space left" not in str(error):
-            raise
-        shutil.rmtree(partial, ignore_errors=True)
-        raise OSError(
-            f"{partial.parent}: the disk is full, nothing was saved at {partial.stem}, the checkpoints before it are "
-            "whole: make room (or lower checkpoint.keep_last) and start the same command again"
-        ) from error
-
-
-def _hash_durable(path: Path) -> str:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return file_sha256(path)
+def _write_json(content: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

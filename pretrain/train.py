@@ -23,6 +23,7 @@ from data_pipeline.stream import TokenStream
 from model.loss import IGNORED
 from model.transformer import Transformer
 from pretrain.agreement import facts, facts_of_weights, refuse_differences
+from pretrain.alive import SignOfLife
 from pretrain.batching import BatchPlan, steps_of
 from pretrain.changes import after, steps_of_identity
 from pretrain.checkpoint import (
@@ -384,7 +385,8 @@ def write_down(
             earlier = path.read_bytes().decode(errors="replace")
             break
     directory.stop_file.unlink(missing_ok=True)
-    shutil.rmtree(directory.receipts, ignore_errors=True)  # of the attempt before
+    for left in (directory.receipts, directory.signs):  # by the attempt before
+        shutil.rmtree(left, ignore_errors=True)
     inputs.codec.copy_to(directory.tokenizer)
     number = directory.begin_attempt(
         {
@@ -488,6 +490,9 @@ def train(
             kept.begins(attempt, directory.log(attempt, ranks.rank))
         receipt = Receipt(directory, attempt, ranks.rank, ranks.world_size, command)
         stack.enter_context(receipt.of_failure())
+        sign = directory.signs / f"rank-{ranks.rank:05d}.json"
+        life = SignOfLife(sign, attempt=attempt, rank=ranks.rank, world_size=ranks.world_size)
+        stack.enter_context(life)
         if initial is not None:
             report.say(f"initial weights from {initial}")
         for note in (precision_note(config.precision, device), *rounding_warnings(config)):
@@ -516,8 +521,8 @@ def train(
         unscored = resumed_from is not None and lacks_evaluation(resumed_from, state, config)
         if shelf is not None:
             shelf.clear()
-        receipt.state = state
-        batches = heeding(stack.enter_context(loader(inputs, ranks, state)), stop)
+        receipt.state = life.state = state
+        batches = life.reading(heeding(stack.enter_context(loader(inputs, ranks, state)), stop))
         stopping = Stopping(stop, engine.sum_over_ranks)
         report.begins(attempt, state, resumed_from, inputs.order, inputs.steps)
         if resumed_from is not None:
@@ -554,6 +559,7 @@ def train(
                 if result.stop_wanted and not last:
                     raise StopAgreedError
                 if due(state, config.evaluation.every_steps) or last:
+                    life.does("evaluates")
                     scores = heldout_scores(engine, inputs, ranks, stopping)
                     report.scores(state, scores)
                     measured = replace(measured, heldout_loss=scores["all"].loss)

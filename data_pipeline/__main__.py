@@ -362,41 +362,51 @@ def trace_command(
     from data_pipeline.inspection import choose_codec
     from data_pipeline.recorded_run import read_run
     from data_pipeline.shards import DataFormatError
-    from data_pipeline.stream import TokenStream
-    from data_pipeline.trace import documents_read, reads_of_document, with_texts
+    from data_pipeline.trace import with_texts
 
     if (step is None) == (doc is None):
         raise DataFormatError("say --step N or --doc SOURCE:D, one of the two")
     recorded = read_run(run, data)
-    order, run_steps = recorded.order, recorded.steps
-    streams = {name: TokenStream(source.splits["train"]) for name, source in recorded.collection.sources.items()}
+    run_steps = recorded.steps
     if step is not None:
-        reads = list(documents_read(order, streams, run_steps.samples(step - 1), recorded.plan))
+        part, reads = recorded.documents_of(step)
         asked: dict[str, Any] = {"step": step, "reached": step <= recorded.step}
     else:
+        part = recorded.asked_of()
         name, colon, number = (doc or "").rpartition(":")
-        if not colon and len(order.tokens) == 1:
-            (name,) = order.tokens
+        if not colon and len(part.order.tokens) == 1:
+            (name,) = part.order.tokens
         if not name or not (number.isascii() and number.isdecimal()):
             raise DataFormatError(f"--doc {doc}: say SOURCE:D, such as en:4711 (0 is the first)")
         looked_at = recorded.step if steps is None else steps
         try:
-            samples = run_steps.samples_before(looked_at)
-            reads = reads_of_document(order, streams, name, int(number), samples=samples, plan=recorded.plan)
+            part, reads, others = recorded.reads_of(name, int(number), looked_at)
+        except DataFormatError:
+            raise
         except ValueError as error:
-            raise DataFormatError(f"{recorded.collection.path}: {error}") from None
+            raise DataFormatError(f"{part.collection.path}: {error}") from None
         asked = {"source": name, "document": int(number), "steps": looked_at}
-    traced = with_texts(recorded.collection, streams, reads, choose_codec(recorded.collection), with_files=not no_files)
+        for other in others:
+            first, last = (run_steps.step_of(sample) + 1 for sample in (other.start, other.stop - 1))
+            print(
+                f"{run}: steps {first:,} to {last:,} read other text as {name}, or none; --data asks for its documents",
+                file=sys.stderr,
+            )
+    traced = with_texts(part.collection, part.streams, reads, choose_codec(part.collection), with_files=not no_files)
     if recorded.checked_against is None:
         print(f"{run}: no checkpoint yet, so only the recipe says what it reads", file=sys.stderr)
     if json_output:
         facts = {
-            "run": str(run), "collection": str(recorded.collection.path),
+            "run": str(run), "collection": str(part.collection.path),
             "global_batch_size": run_steps.global_batch_size, "run_step": recorded.step,
             "checked_against": recorded.checked_against and str(recorded.checked_against),
         }  # fmt: skip
         if run_steps.ramp:
             facts["batch_ramp"] = run_steps.ramp
+        if recorded.history.changes:
+            facts["changes"] = [
+                {"step": change.global_step, "changed": list(change.changed)} for change in recorded.history.changes
+            ]
         _print_json({**facts, **asked, "reads": [traced_as_json(one, run_steps, not no_text) for one in traced]})
         return
     if step is not None:
@@ -490,6 +500,12 @@ def _count_epochs(collection: Collection, run: Path | None, seq_len: int, seed: 
 
     if run is not None:
         recorded = read_run(run, collection.path)
+        if recorded.earlier:
+            first = recorded.steps.step_of(recorded.order.first_sample) + 1
+            raise DataFormatError(
+                f"{run} changed its data or windows before step {first:,}: --epoch counts runs of one order of data, "
+                "leave out --run to count an epoch of these"
+            )
         order, micro_batch_size = recorded.order, recorded.micro_batch_size
         samples = recorded.steps.samples_before(recorded.max_steps)
         if samples > 2**62:

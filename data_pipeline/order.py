@@ -368,8 +368,8 @@ class SampleOrder:
     `begin`: the order follows others of the same run, and knows no sample before that one.
 
     ValueError, one line: a seed outside 0..2^64-1, seq_len < 1, stages that do not start at 0 (or at `begin`) and
-    ascend, a stage that names an unknown source, weights that do not work, a source with weight but without a single window, a plan
-    without "best_fit" or of other sources.
+    ascend, a stage that names an unknown source, weights that do not work, a source with weight but without a single
+    window, a plan without "best_fit" or of other sources.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""What a training run says of the data it reads: its own files, and the order of data rebuilt from them.
+"""What a training run says of the data it reads: its own files, and the orders of data rebuilt from them.
 
 Read as plain TOML and JSON, since this package knows nothing of the trainer: recipe.toml (seed, windows, batch,
-stages, where the collection lies), the newest checkpoint's state.json (the order and the tokens' hash as they were),
-metrics.jsonl (how far the run is). A resume refuses another batch size, window or seed, so one recipe holds for all
-steps of a run; stages and parts of the batch ramp that have not begun may change, and recipe.toml is that of the last
-start.
+stages, where the collection lies), environment.json (what was changed by name on the way, and what had been before:
+history.py), the newest checkpoint's state.json (the order and the tokens' hash as they were), metrics.jsonl (how far
+the run is). recipe.toml is that of the last start: it holds for all steps behind the last change, but for stages and
+parts of the batch ramp that have not begun.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.order import PACKING_MODES, SampleOrder, Stage, difference
-from data_pipeline.packing_plan import PackingPlan, read_order
+from data_pipeline.history import History, Read
+from data_pipeline.order import PACKING_MODES, SampleOrder, difference
+from data_pipeline.packing_plan import PackingPlan, open_plan, read_order
 from data_pipeline.shards import Collection, DataFormatError, open_collection
 from data_pipeline.steps import Steps
+from data_pipeline.stream import TokenStream
+from data_pipeline.trace import DocumentRead, documents_read, reads_of_document
 
+NO_CHANGES = History()
 _ROOT = Path(__file__).resolve().parents[1]
 _TAIL_BYTES = 1 << 16
 _SIZES = range(1, 2**31)
@@ -28,11 +33,72 @@ _COUNTS = range(2**62 + 1)
 
 
 @dataclass(frozen=True)
+class Part:
+    """Samples of a run, from `first_sample` on and before `end`, that were read from one collection in one order."""
+
+    first_sample: int
+    end: int | None  # None: it goes on
+    collection: Collection
+    order: SampleOrder
+    plan: PackingPlan | None
+
+    @cached_property
+    def streams(self) -> dict[str, TokenStream]:
+        return {name: TokenStream(source.splits["train"]) for name, source in self.collection.sources.items()}
+
+    @property
+    def contents(self) -> Mapping[str, str]:
+        """Of each source a hash of its tokens."""
+        return self.collection.streams
+
+    def open(self) -> Part:
+        return self
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A part of a run before its data or windows were changed. `collection` where it was named, else as recorded."""
+
+    first_sample: int
+    end: int
+    read: Read
+    collection: Collection | None
+
+    @cached_property
+    def order(self) -> SampleOrder:
+        return SampleOrder.of(self.read.order)
+
+    @property
+    def contents(self) -> Mapping[str, str]:
+        return self.read.streams
+
+    def open(self) -> Part:
+        """DataFormatError: its collection is gone, or holds other tokens by now."""
+        collection, sha256 = self.collection, str(self.read.order["content_sha256"])
+        if collection is None:
+            where = f"samples {self.first_sample:,} to {self.end - 1:,} were read from tokens {sha256[:12]}"
+            if self.read.path is None:
+                raise DataFormatError(f"{where}, and where those lay is not recorded: name them with --data")
+            try:
+                collection = open_collection(_ROOT / self.read.path)
+            except DataFormatError as error:
+                raise DataFormatError(f"{error}; {where}: name them with --data, where they moved") from None
+            if collection.content_sha256 != sha256:
+                raise DataFormatError(
+                    f"{where}, {collection.path} holds {collection.content_sha256[:12]} by now: name them with --data"
+                )
+        plan = open_plan(collection, self.order.seq_len) if self.order.packing == "best_fit" else None
+        return Part(self.first_sample, self.end, collection, self.order, plan)
+
+
+@dataclass(frozen=True)
 class RecordedRun:
     """A run's data: step s, from 1 as in metrics.jsonl, read the samples `steps.samples(s - 1)`.
 
-    `step` is how far the run is, `checked_against` the checkpoint whose order and hash agreed; None if there is none
-    yet, and only the recipe says what the run reads.
+    `collection`, `order` and `plan` are those of the newest samples, from `order.first_sample` on; `earlier` the parts
+    before, for most runs none. `step` is how far the run is, `checked_against` the checkpoint whose order and hash
+    agreed; None if there is none yet, and only the recipe says what the run reads. `named` is the collection that was
+    named by who asks: of this part or of an earlier one.
     """
 
     path: Path
@@ -44,6 +110,55 @@ class RecordedRun:
     step: int
     max_steps: int
     checked_against: Path | None
+    history: History = NO_CHANGES
+    earlier: tuple[Earlier, ...] = ()
+    named: Collection | None = None
+
+    @cached_property
+    def newest(self) -> Part:
+        return Part(self.order.first_sample, None, self.collection, self.order, self.plan)
+
+    def part_of(self, sample: int) -> Part:
+        """The part that a sample belongs to. DataFormatError: see `Earlier.open`."""
+        found = next((part for part in self.earlier if sample < part.end), None)
+        return self.newest if found is None else found.open()
+
+    def documents_of(self, step: int) -> tuple[Part, list[DocumentRead]]:
+        """What a step, from 1, reads: a change falls between steps, so it is all of one part."""
+        samples = self.steps.samples(step - 1)
+        part = self.part_of(samples.start)
+        return part, list(documents_read(part.order, part.streams, samples, part.plan))
+
+    def asked_of(self) -> Part:
+        """The part whose documents are meant by their numbers: the newest, or an earlier one of the named data."""
+        named = self.named
+        if named is not None and named.content_sha256 != self.collection.content_sha256:
+            return next(part for part in reversed(self.earlier) if part.collection is named).open()
+        return self.newest
+
+    def reads_of(self, source: str, document: int, steps: int) -> tuple[Part, list[DocumentRead], list[range]]:
+        """Every time one of the first `steps` steps read part of a document of `asked_of()`, in order.
+
+        Last, the samples in whose part the source held other text: a document of this number was another one there.
+        ValueError: there is no such source or document.
+        """
+        asked, until = self.asked_of(), self.steps.samples_before(steps)
+        content = asked.collection.streams.get(source)
+        found: list[DocumentRead] = []
+        others: list[range] = []
+        # With no sample it only looks whether there is such a document.
+        reads_of_document(asked.order, asked.streams, source, document, samples=asked.first_sample, plan=asked.plan)
+        parts: tuple[Earlier | Part, ...] = (*self.earlier, self.newest)
+        for part in parts:
+            if part.first_sample >= until:
+                break
+            end = until if part.end is None else min(part.end, until)
+            if part.contents.get(source) != content:
+                others.append(range(part.first_sample, end))
+                continue
+            plan = part.open().plan if part.order.packing == "best_fit" else None
+            found += reads_of_document(part.order, asked.streams, source, document, samples=end, plan=plan)
+        return asked, found, others
 
 
 def read_run(path: Path, data: Path | None = None) -> RecordedRun:
@@ -70,7 +185,7 @@ def read_run(path: Path, data: Path | None = None) -> RecordedRun:
         micro_batch_size = _whole(batch["micro_batch_size"], _SIZES, f"{recipe_path}: batch.micro_batch_size")
         max_steps = _whole(schedule["max_steps"], _COUNTS[1:], f"{recipe_path}: schedule.max_steps")
         seed = _whole(recipe["seed"], range(2**64), f"{recipe_path}: seed")
-        stages = [_stage(one, seq_len, f"{recipe_path}: data.stages") for one in planned]
+        mixture = [_stage(one, f"{recipe_path}: data.stages") for one in planned]
         wanted = recipe["data"].get("packing", "concat")
         if not isinstance(wanted, str):
             raise TypeError
@@ -83,20 +198,54 @@ def read_run(path: Path, data: Path | None = None) -> RecordedRun:
         raise DataFormatError(f"{recipe_path}: data.packing is {wanted!r}, none of {', '.join(PACKING_MODES)}")
     if "\0" in str(where):
         raise DataFormatError(f"{recipe_path}: data.path holds a zero byte")
-    collection = open_collection(where)
+    history = _history(path, state, state_path)
+    named = None if data is None else open_collection(data)
+    earlier, own = _earlier(history, named, state)
+    collection = open_collection(where) if own is None else own
     try:
+        stages = History().stages(mixture, seq_len)
         order, plan = read_order(collection, packing=packing, seed=seed, seq_len=seq_len, stages=stages)
+        order = history.order(order, mixture, collection.streams)
+        steps = history.steps(steps)
     except DataFormatError:  # it names the plan and what to do
         raise
     except (ValueError, OverflowError) as error:
         raise DataFormatError(f"{recipe_path} does not fit {where}: {error}") from None
     if state is not None:
-        _refuse_other_data(state, order, collection, steps, state_path)
+        _refuse_other_data(state, order, collection, steps, history, state_path)
     step = max(_last_step(path / "metrics.jsonl"), 0 if state is None else state["global_step"])
     return RecordedRun(
         path, collection, order, plan, steps, micro_batch_size, step=step, max_steps=max_steps,
-        checked_against=None if state is None else state_path.parent,
+        checked_against=None if state is None else state_path.parent, history=history, earlier=earlier, named=named,
     )  # fmt: skip
+
+
+def _history(path: Path, state: dict[str, Any] | None, state_path: Path) -> History:
+    """What was changed on the way: what the last start found and made, or the newest checkpoint where none says it."""
+    environment = path / "environment.json"
+    where, found = state_path, [] if state is None else state.get("changes", [])
+    try:
+        if environment.exists():
+            last = json.loads(environment.read_bytes())["attempts"][-1]
+            where, found = (environment, last["changes"]) if "changes" in last else (where, found)
+        return History.of(found)
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        raise DataFormatError(f"{where}: damaged: it does not tell what was changed in the run") from None
+
+
+def _earlier(
+    history: History, named: Collection | None, state: dict[str, Any] | None
+) -> tuple[tuple[Earlier, ...], Collection | None]:
+    """The parts before the newest; and the named collection, unless it is that of an earlier part alone."""
+    parts, first = [], 0
+    for end, read in history.reads():
+        is_named = named is not None and named.content_sha256 == read.order.get("content_sha256")
+        parts.append(Earlier(first, end, read, named if is_named else None))
+        first = end
+    newest = None if state is None else state["order"].get("content_sha256")
+    if named is None or named.content_sha256 == newest or not any(part.collection is named for part in parts):
+        return tuple(parts), named
+    return tuple(parts), None
 
 
 def _whole(value: object, allowed: range, what: str) -> int:
@@ -106,10 +255,10 @@ def _whole(value: object, allowed: range, what: str) -> int:
     return value
 
 
-def _stage(table: dict[str, Any], seq_len: int, what: str) -> Stage:
+def _stage(table: dict[str, Any], what: str) -> tuple[int, Mapping[str, float]]:
     if not isinstance(table["weights"], Mapping):
         raise TypeError
-    return Stage(_whole(table["from_tokens"], _COUNTS, f"{what}: from_tokens") // seq_len, table["weights"])
+    return _whole(table["from_tokens"], _COUNTS, f"{what}: from_tokens"), table["weights"]
 
 
 def _steps(global_batch_size: int, ramp: list[dict[str, Any]], what: str) -> Steps:
@@ -145,19 +294,28 @@ def _newest_state(checkpoints: Path) -> tuple[Path, dict[str, Any] | None]:
 
 
 def _refuse_other_data(
-    state: dict[str, Any], order: SampleOrder, collection: Collection, steps: Steps, where: Path
+    state: dict[str, Any], order: SampleOrder, collection: Collection, steps: Steps, history: History, where: Path
 ) -> None:
+    """DataFormatError where the newest checkpoint's order is not the one in which its last sample would be read now."""
+    made = history.to_json()
+    known = state.get("changes", [])
+    if made[: len(known)] != known:
+        raise DataFormatError(f"{where} knows of other changes of the run than its environment.json")
+    # One whose first steps are not saved yet tells of the order that it ended.
+    ended = next((change.read for change in history.changes[len(known) :] if change.read is not None), None)
+    now = {**order.describe(), "content_sha256": collection.content_sha256} if ended is None else dict(ended.order)
     stored = {key: value for key, value in state["order"].items() if key != "content_sha256"}
+    sha256 = now.pop("content_sha256")
     try:
-        found = difference(stored, order.describe(), consumed_samples=state["consumed_samples"])
+        found = difference(stored, now, consumed_samples=state["consumed_samples"])
     except (KeyError, TypeError, RecursionError):
         raise DataFormatError(f"{where}: damaged: it has no order of data") from None
     if found:
         raise DataFormatError(f"{collection.path} is not what this run reads, says {where}: {found}")
-    if state["order"].get("content_sha256") != collection.content_sha256:
+    if state["order"].get("content_sha256") != sha256:
         raise DataFormatError(
             f"{collection.path} holds other tokens than this run reads: content_sha256 is "
-            f"{collection.content_sha256[:12]}, {where} says {str(state['order'].get('content_sha256'))[:12]}"
+            f"{sha256[:12]}, {where} says {str(state['order'].get('content_sha256'))[:12]}"
         )
     read = state["consumed_samples"]
     try:

@@ -391,9 +391,10 @@ class Collection:
     @property
     def streams(self) -> dict[str, str]:
         """Of every source a hash of its training tokens: equal where another collection has the very same ones."""
+        shards = {name: source.splits["train"].shards for name, source in self.sources.items()}
         return {
-            name: hashlib.sha256(orjson.dumps([shard.bin_sha256 for shard in source.splits["train"].shards])).hexdigest()
-            for name, source in self.sources.items()
+            name: hashlib.sha256(orjson.dumps([shard.bin_sha256 for shard in part])).hexdigest()
+            for name, part in shards.items()
         }
 
 

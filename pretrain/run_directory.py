@@ -10,6 +10,8 @@ runs/NAME/
   checkpoints/       step-00001000/ (its manifest.json written last), latest
   status.json        what the run is doing: state, attempt, global_step
   receipts/          rank-00000.json …: how each rank of the last attempt ended (see receipts.py)
+  alive/             rank-00000.json …: each rank's sign of life, while it runs (see alive.py)
+  logs/              attempt-3/rank-00000.log …: what each rank said, of a run that `launch run` started (see keeper.py)
   stop               create it, and the run saves its last whole step and stops
 """
 
@@ -99,6 +101,13 @@ class RunDirectory:
         return self.path / "receipts"
 
     @property
+    def signs(self) -> Path:
+        return self.path / "alive"
+
+    def log(self, attempt: int, rank: int) -> Path:
+        return self.path / "logs" / f"attempt-{attempt}" / f"rank-{rank:05d}.log"
+
+    @property
     def stop_file(self) -> Path:
         return self.path / "stop"
 
@@ -125,10 +134,10 @@ class RunDirectory:
             ) from None
         return attempts
 
-    def begin_attempt(self, facts: Mapping[str, Any]) -> int:
-        """Record a start of the command; returns its number, from 1."""
+    def begin_attempt(self, facts: Mapping[str, Any], attempt: int | None = None) -> int:
+        """Record a start of the command; returns its number, which follows unless it is given, from 1."""
         attempts = self.attempts()
-        attempt = len(attempts) + 1
+        attempt = attempt or len(attempts) + 1
         attempts.append({"attempt": attempt, "started_at": now(), **facts, **software()})
         write_text(self.environment, json.dumps({"attempts": attempts}, indent=2) + "\n")
         return attempt

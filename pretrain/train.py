@@ -564,10 +564,13 @@ def train(
                     report.scores(state, scores)
                     measured = replace(measured, heldout_loss=scores["all"].loss)
                 if last:
+                    life.does("saves")
                     checkpoints.save_last(engine, state, inputs.identity, measured)
                 elif due(state, config.checkpoint.every_steps):
+                    life.does("saves")
                     checkpoints.save(engine, state, inputs.identity, measured)
         except StopAgreedError:
+            life.does("saves")
             reason = first_reason(ranks.gather(stop.reason))
             if measured is not None:
                 checkpoints.save_last(engine, state, inputs.identity, measured)

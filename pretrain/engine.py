@@ -450,7 +450,8 @@ def process_group(device: torch.device, timeout_minutes: float = TIMEOUT_MINUTES
 
     timeout = timedelta(minutes=timeout_minutes)
     # DeepSpeed clones the group for its own collectives, and what it doesn't say is torch's: 30 minutes with gloo.
-    dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = timeout
+    defaults: Any = dist.distributed_c10d
+    defaults.default_pg_timeout = defaults.default_pg_nccl_timeout = timeout
     # An operation for inference on CPUs, which DeepSpeed would otherwise compile here: a compiler needed for nothing.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 has begun to rename.

@@ -18,6 +18,7 @@ from launch.local import prepare
 from launch.local import run as run_launch
 
 PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
+REPORT_COLUMNS = 160  # of a report that is no terminal's
 
 app = typer.Typer(
     help="Start a training run.",
@@ -212,6 +213,77 @@ def slurm(
     else:
         write(text, output)
     (run_directory / "logs").mkdir(parents=True, exist_ok=True)  # SLURM makes none, and a job without a log is silent
+
+
+@app.command(
+    epilog="\b\nExamples:\n  python -m launch check\n"
+    "  python -m launch check pretrain/recipes/0.5b.toml --hostfile hosts\n"
+    "  python -m launch check pretrain/recipes/0.5b.toml --hostfile hosts --run runs/first --grace-seconds 120\n"
+    "  python -m launch check --hostfile hosts --skip disk --skip all-reduce --json"
+)
+def check(
+    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="Absent: the machines alone.")] = None,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option("--hostfile", metavar="FILE", help="Lines of `NAME slots=N`; absent: this machine alone."),
+    ] = None,
+    run_directory: Annotated[
+        Path | None, typer.Option("--run", metavar="DIR", help="The run directory; absent: runs/NAME-OF-RECIPE.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="N", help="On this machine; absent: one a GPU, or one on a CPU.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's value.")
+    ] = None,
+    env: Annotated[
+        list[str] | None, typer.Option("--env", metavar="NAME[=VALUE]", help="As in launch run: what nodes get.")
+    ] = None,
+    master_addr: Annotated[
+        str | None, typer.Option("--master-addr", metavar="HOST", help="Where the others find the first host.")
+    ] = None,
+    master_port: Annotated[
+        int | None, typer.Option("--master-port", metavar="P", help="Absent: one that is free here.")
+    ] = None,
+    grace_seconds: Annotated[
+        float | None,
+        typer.Option("--grace-seconds", metavar="S", help="A save must take no longer; absent: 30, and a warning."),
+    ] = None,
+    wait_seconds: Annotated[
+        float, typer.Option("--wait-seconds", metavar="S", help="How long ranks wait for each other.")
+    ] = 60.0,
+    skip: Annotated[
+        list[str] | None, typer.Option("--skip", metavar="NAME", help="A check not to make, by its name.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Ask every node, at the same time, whether a run would start there; exit 2 with the reasons if not.
+
+    Versions, code, devices, memory, paths, disks, clocks, ports, routes, and all-reduces over all ranks. Nothing stays
+    behind on the nodes; ssh must let this machine in without a password.
+    """
+    from rich.console import Console
+
+    from launch.check import check as check_nodes
+    from launch.check import of_options
+
+    asked = of_options(
+        recipe,
+        environ=os.environ,
+        run_directory=run_directory,
+        hostfile=hostfile,
+        ranks=ranks,
+        env=env or (),
+        master_addr=master_addr,
+        master_port=master_port,
+        grace_seconds=grace_seconds,
+    )
+    report = check_nodes(asked, overrides or (), skip or (), wait_seconds)
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        report.print(Console(highlight=False, width=None if sys.stdout.isatty() else REPORT_COLUMNS))
+    raise typer.Exit(2 if report.reasons else 0)
 
 
 @app.command(epilog="\b\nExamples:\n  python -m launch demo")

@@ -32,7 +32,7 @@ EXCEPTIONS: dict[str, set[str]] = {
 # outside package → the only places that may import it
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "deepspeed": ("pretrain/engine.py",),
-    "torch": ("model/", "pretrain/"),
+    "torch": ("model/", "pretrain/", "launch/all_reduce.py"),
     "sentencepiece": ("tokenizer/",),
     "typer": tuple(f"{package}/__main__.py" for package in PACKAGES),
     "pydantic": ("pretrain/config.py",),
@@ -59,6 +59,8 @@ WITHOUT_TORCH = (
     "pretrain/fit.py",
     "pretrain/device_memory.py",
     "pretrain/device_presets.py",
+    "launch/__main__.py",
+    "launch/check.py",
 )
 
 

@@ -1,0 +1,181 @@
+"""Do the nodes find each other, at one time, and do their sums come out right? Each function is one row of the report.
+
+`facts` and `met` are what probe.py said, by the names of the nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from launch.all_reduce import bus_bandwidth
+from launch.probe import is_loopback
+from launch.rows import Asked, Facts, Row, size
+
+SKEW_WARNS, SKEW_FAILS = 1.0, 10.0  # seconds
+
+
+def clock(asked: Asked, met: Facts, asked_at: float, answered_at: float) -> Row:
+    """How far a node's clock is from this machine's, at the least: it was read between two readings of ours."""
+    row = Row("clock")
+    for node, said in met.items():
+        ahead, behind = said["time"] - answered_at, asked_at - said["time"]
+        skew = max(ahead, behind, 0.0)
+        text = (
+            f"within {max(-ahead, -behind):.1f} s"
+            if skew == 0
+            else f"{skew:.1f} s {'ahead' if ahead > 0 else 'behind'}"
+        )
+        reason = f"the clock of {node} is {text} of this machine's: set it, and keep it so (chrony, systemd-timesyncd)"
+        if skew > SKEW_FAILS:
+            row.fail(node, text, reason)
+        elif skew > SKEW_WARNS:
+            row.warn(node, text, reason)
+        else:
+            row.ok(node, text)
+    return row
+
+
+def own_name(asked: Asked, facts: Facts) -> Row:
+    """gloo finds its interface by the host's own name, unless it is told one."""
+    row = Row("own name")
+    told = asked.environment.get("GLOO_SOCKET_IFNAME")
+    for node, fact in facts.items():
+        addresses, interfaces = fact["own_addresses"], set(fact["addresses"].values())
+        name = fact["hostname"]
+        if len(asked.hosts) == 1:
+            row.ok(node, addresses[0] if addresses else "no address")
+        elif told is not None and interfaces and told not in interfaces:
+            row.fail(
+                node,
+                f"no {told}",
+                f"{node} has no interface {told}, which GLOO_SOCKET_IFNAME names; it has "
+                f"{', '.join(sorted(interfaces))}",
+            )
+        elif told is not None:
+            row.ok(node, told)
+        elif addresses and not is_loopback(addresses[0]):
+            row.ok(node, addresses[0])
+        else:
+            reaches = fact["default_route"] or next((one for one in fact["addresses"] if not is_loopback(one)), None)
+            interface = fact["addresses"].get(reaches, "eth0")
+            has = (
+                f"resolves to {addresses[0]} there, where no other node reaches it"
+                if addresses
+                else "has no address there"
+            )
+            reason = (
+                f"the name of {node}, {name}, {has}: give it {reaches or 'its own address'} in its /etc/hosts, or set "
+                f"GLOO_SOCKET_IFNAME={interface} on all nodes"
+            )
+            text = addresses[0] if addresses else "no address"
+            if asked.device == "cpu":
+                row.fail(node, text, reason)
+            else:
+                row.warn(node, text, reason + " (NCCL looks for itself)")
+    return row
+
+
+def routes(asked: Asked, facts: Facts, met: Facts) -> Row:
+    """The interface from which a node reaches the first one: not the one that leads to itself."""
+    row = Row("interface")
+    for node, said in met.items():
+        source = said["route"]
+        if source is None:
+            row.fail(
+                node,
+                "no route",
+                f"no route leads from {node} to {asked.address}: give an address it reaches with --master-addr",
+            )
+        elif is_loopback(source) and node != asked.first:
+            row.fail(
+                node,
+                source,
+                f"for {node} the address of {asked.first}, {asked.address}, is its own: give one "
+                "that other machines reach with --master-addr, or correct /etc/hosts",
+            )
+        else:
+            interface = facts[node]["addresses"].get(source)
+            row.ok(node, f"{interface} {source}" if interface else source)
+    return row
+
+
+def port(asked: Asked, met: Facts) -> Row:
+    """The first node listens, all others come."""
+    row = Row("port")
+    listens = met.get(asked.first)
+    if listens is None:
+        return row
+    if "listen_error" in listens:
+        reason = (
+            f"{asked.first} cannot listen at port {asked.port}: {listens['listen_error']}: give another --master-port"
+        )
+        row.fail(asked.first, f"{asked.port} taken", reason)
+    else:
+        row.ok(asked.first, f"{asked.port} free")
+    for node, said in met.items():
+        if node == asked.first:
+            continue
+        if row.failed:
+            row.skip(node, "not tried")
+        elif "connect_error" in said:
+            reason = (
+                f"{node} gets no connection to {asked.first} at {asked.address}, port {asked.port} "
+                f"({said['connect_error']}): open ports between the nodes (firewall), or give another --master-addr"
+            )
+            row.cells[node] = ("FAIL", said["connect_error"])
+            row.reasons.append(reason)
+        else:
+            row.ok(node, "connected")
+    return row
+
+
+def all_reduce(asked: Asked, ranks: Mapping[str, Sequence[Mapping[str, Any]] | str], sum_bytes: int) -> Row:
+    """`ranks`: by node what its ranks said, or why none of them said anything."""
+    row = Row("all-reduce")
+    missing = sorted(
+        {rank for said in ranks.values() if not isinstance(said, str) for one in said for rank in one.get("absent", ())}
+    )
+    owners = [host.name for host in asked.hosts for _ in range(host.slots)]
+    for node, said in ranks.items():
+        if isinstance(said, str):
+            row.fail(node, "failed", f"the ranks of {node} did not start: {said}")
+            continue
+        faulty = [one for one in said if one["fault"] is not None]
+        wrong = [f"rank {one['rank']}: {what}" for one in said for what in one.get("wrong", ())]
+        absent = [rank for rank in missing if owners[rank] == node]
+        if wrong:
+            row.fail(
+                node,
+                "wrong sums",
+                f"sums are wrong on {node} ({'; '.join(wrong[:3])}): its network, its "
+                "memory or its driver changes data: take it out of the host file",
+            )
+        elif faulty:
+            one = faulty[0]
+            row.fail(
+                node,
+                f"rank {one['rank']} failed",
+                f"rank {one['rank']} on {node} failed ({STAGES[one['stage']]}): {one['fault']}",
+            )
+        elif absent:
+            row.fail(node, "never came", f"rank {absent[0]} of {node} never came to {asked.address}:{asked.port}")
+        elif missing:
+            row.skip(node, f"waited for rank {', '.join(map(str, missing))}")
+        else:
+            seconds = max(one["seconds"] for one in said)
+            speed = bus_bandwidth(sum_bytes, seconds, asked.ranks)
+            row.ok(node, f"{len(said)} right" + (f", {size(speed)}/s" if asked.ranks > 1 else ""))
+    if missing and not row.failed:
+        row.reasons.append(f"rank {missing[0]} of {owners[missing[0]]} never came to {asked.address}:{asked.port}")
+    return row
+
+
+STAGES = {
+    "process": "as a process",
+    "store": "on its way to the first rank",
+    "group": "as the ranks connected with each other",
+    "sums": "in the sums",
+    "speed": "in the timed sums",
+    "end": "at the end",
+}

@@ -1,4 +1,4 @@
-"""Checkpoints of a real run: damage is found and passed over, strangers are refused, leftovers are no checkpoints."""
+"""Checkpoints of a real run: strangers are refused, leftovers are no checkpoints. Of damage: test_damage.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.checkpoint import find, list_checkpoints, load_model, run_of, verify
+from pretrain.checkpoint import find, list_checkpoints, load_model, run_of
 from pretrain.config import parse_recipe
 from pretrain.resuming import choose, clear_leftovers, converted_from
 from pretrain.run_directory import CheckpointError, RunDirectory, RunDirectoryError
@@ -62,38 +62,6 @@ def test_the_last_ones_are_kept_and_latest_names_the_newest(run: tuple[Path, dic
     assert choose(path / "checkpoints", "auto", identity(tables)) == path / "checkpoints" / "step-00000008"
 
 
-def files_of(checkpoint: Path) -> list[Path]:
-    return sorted(file for file in checkpoint.rglob("*") if file.is_file())
-
-
-@pytest.mark.parametrize("damage", ["flip", "cut", "lost"])
-def test_damage_anywhere_is_found_and_the_one_before_is_used(damage: str, run: tuple[Path, dict[str, Any]]) -> None:
-    """Every file of a checkpoint in turn, its manifest too."""
-    path, tables = run
-    newest = path / "checkpoints" / "step-00000008"
-    expected = path / "checkpoints" / "step-00000006"
-    relative = [file.relative_to(newest) for file in files_of(newest)]
-    assert len(relative) >= 6
-    for number, name in enumerate(relative):
-        original = (newest / name).read_bytes()
-        if damage == "flip":
-            at = (number * 7919) % len(original)
-            (newest / name).write_bytes(original[:at] + bytes([original[at] ^ 1]) + original[at + 1 :])
-        elif damage == "cut":
-            (newest / name).write_bytes(original[:-1])
-        else:
-            (newest / name).unlink()
-        said: list[str] = []
-        assert choose(path / "checkpoints", "auto", identity(tables), said.append) == expected, name
-        damaged = newest.with_name(newest.name + ".damaged")
-        if name.name != "manifest.json" or damage != "lost":  # without a manifest it is no checkpoint at all
-            assert newest.name in said[0]
-            assert names(path) == ["step-00000004", "step-00000006"]
-            damaged.rename(newest)
-        (newest / name).write_bytes(original)
-        verify(newest)
-
-
 @pytest.mark.parametrize("content", [b"{}", b"[]", b"[" * 100_000, b'{"format": "zerohalf-checkpoint", "version": 1}'])
 def test_a_manifest_of_another_shape_is_damage(content: bytes, run: tuple[Path, dict[str, Any]]) -> None:
     path, tables = run
@@ -111,14 +79,6 @@ def test_a_damaged_record_of_attempts_is_one_line(content: str, run: tuple[Path,
     (path / "recipe.toml").write_bytes(b"\xff\xfe")
     attempt, *_ = begin_attempt(RunDirectory(path), Inputs.check(parse_recipe(tables), 1), "auto", [1], print)
     assert attempt == 1
-
-
-def test_all_damaged_is_an_error_that_says_what_to_do(run: tuple[Path, dict[str, Any]]) -> None:
-    path, tables = run
-    for checkpoint in list_checkpoints(path / "checkpoints"):
-        (checkpoint / "weights.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"none of the 3 checkpoints .* is whole.*another --run"):
-        choose(path / "checkpoints", "auto", identity(tables))
 
 
 def test_what_a_kill_left_is_no_checkpoint_and_is_cleared(run: tuple[Path, dict[str, Any]]) -> None:

@@ -13,9 +13,9 @@ from typing import Annotated
 
 import typer
 
+from launch.command import Where, prepare
 from launch.errors import LaunchError
-from launch.local import prepare
-from launch.local import run as run_launch
+from launch.running import run as run_launch
 
 PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
 REPORT_COLUMNS = 160  # of a report that is no terminal's
@@ -39,7 +39,10 @@ def launch() -> None:
     epilog="\b\nExamples:\n  python -m launch run pretrain/recipes/debug.toml --ranks 2\n"
     "  python -m launch run pretrain/recipes/0.5b.toml --run runs/first --set schedule.peak_lr=2e-4\n"
     "  python -m launch run pretrain/recipes/mini.toml --max-minutes 55\n"
-    "  python -m launch run pretrain/recipes/mini.toml --dry-run"
+    "  python -m launch run pretrain/recipes/mini.toml --dry-run\n"
+    "  python -m launch run pretrain/recipes/mini.toml --hostfile hosts.txt --env NCCL_DEBUG=INFO\n"
+    "  python -m launch run pretrain/recipes/mini.toml --node-rank 0 --nodes 2 --master-addr node-1\n"
+    "  python -m launch run pretrain/recipes/mini.toml --launcher torchrun"
 )
 def run(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe's TOML file, see pretrain/recipes.")],
@@ -48,6 +51,33 @@ def run(
     ] = None,
     ranks: Annotated[
         int | None, typer.Option("--ranks", metavar="N", help="Processes; absent: one a GPU, or one on a CPU.")
+    ] = None,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option("--hostfile", metavar="FILE", help="Machines to run on, a line each: node-1 slots=8."),
+    ] = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option("--launcher", metavar="pdsh|openmpi|mpich|torchrun", help="With a host file pdsh if not given."),
+    ] = None,
+    launcher_args: Annotated[
+        str, typer.Option("--launcher-args", metavar="WORDS", help="More for pdsh or mpirun, in one argument.")
+    ] = "",
+    node_rank: Annotated[
+        int | None,
+        typer.Option("--node-rank", metavar="I", help="Without ssh: this node's number, 0 first; one command on each."),
+    ] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", metavar="N", help="With --node-rank: how many nodes.")] = None,
+    master_addr: Annotated[
+        str | None, typer.Option("--master-addr", metavar="HOST", help="Where all nodes reach node 0.")
+    ] = None,
+    master_port: Annotated[
+        int | None,
+        typer.Option("--master-port", metavar="P", help="Its port; absent: a free one, with --node-rank 29500."),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option("--env", metavar="NAME[=VALUE]", help="Give ranks this variable too, on every node."),
     ] = None,
     overrides: Annotated[
         list[str] | None,
@@ -65,10 +95,21 @@ def run(
         float | None,
         typer.Option("--grace-seconds", metavar="S", help="What a scheduler leaves between a signal and the kill."),
     ] = None,
+    timeout_minutes: Annotated[
+        float | None,
+        typer.Option("--timeout-minutes", metavar="M", help="How long a rank waits for the others: 10 if not given."),
+    ] = None,
+    restarts: Annotated[
+        int, typer.Option("--restarts", min=0, metavar="K", help="Start again so often where it fails behind a step.")
+    ] = 0,
+    elastic: Annotated[
+        str | None,
+        typer.Option("--elastic", metavar="MIN:MAX", help="On so many nodes of the host file: those that answer."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and start nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object.")] = False,
 ) -> None:
-    """Check a recipe, then train it on this machine's GPUs or CPU.
+    """Check a recipe, then train it: on this machine's GPUs or CPU, or on the machines of a host file.
 
     Ctrl-C, SIGTERM and SIGUSR1 save and stop, the same command resumes. Exit 0 only if every rank says so itself, 2 for
     bad input.
@@ -79,7 +120,9 @@ def run(
     launch = prepare(
         recipe,
         run_directory=run_directory,
-        ranks=ranks,
+        where=Where(
+            ranks, hostfile, (), launcher, launcher_args, nodes, node_rank, master_addr, master_port, tuple(env or ())
+        ),
         overrides=overrides or (),
         resume=resume,
         environ=os.environ,
@@ -87,6 +130,7 @@ def run(
         force=force,
         max_minutes=max_minutes,
         grace_seconds=grace_seconds,
+        timeout_minutes=timeout_minutes,
     )
     if dry_run:
         print(json.dumps(launch.to_dict(), indent=2) if as_json else launch.to_text())

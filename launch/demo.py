@@ -22,8 +22,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from launch.devices import visible_gpus
 from launch.errors import LaunchError
-from launch.local import visible_gpus
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = "pretrain/recipes/demo.toml"

@@ -21,7 +21,7 @@ from typing import Any
 
 from launch.environment import asked_for, looks_secret
 from launch.errors import LaunchError
-from launch.local import plan_recipe
+from launch.planning import described, plan_recipe
 
 # What of the submitting shell reaches the ranks beside SLURM's own variables: who and where one is, nothing else.
 PASSED_ON = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "USER")
@@ -240,28 +240,24 @@ def script(
 
 def head(recipe: Path, run: Path, request: Request, plan: Mapping[str, Any], seconds: int) -> str:
     """The comment at the top: what will run, how to submit, watch and stop it."""
-    where = f"{request.nodes} × {request.per_node} {'GPUs' if request.on_gpus else 'ranks on CPUs'}"
-    verdict = plan.get("verdict")
-    memory = "no verdict: --device-memory SIZE would give one"
-    if verdict is not None:
-        needed, has = verdict["needed_bytes"] / 1e9, verdict["device_memory_bytes"] / 1e9
-        memory = f"{'fits' if verdict['fits'] else 'does not fit'}: a rank needs {needed:.2f} GB of {has:.2f} GB"
-    logs = run / "logs"
-    checkpoint = f"{plan['checkpoint']['bytes'] / 1e9:.2f} GB, the ranks have {seconds} s for it before the time limit"
+    logs, stop = run / "logs", shlex.quote(str(run / "stop"))
+    size = plan["checkpoint"]["bytes"] / 1e9
     again = "saves and starts again" if request.requeue else "saves and ends"
-    lines = {
-        "world size": f"{request.ranks} = {where}",
-        "effective batch": f"{plan['global_batch_size']} sequences = {plan['micro_batch_size']} × "
-        f"{plan['gradient_accumulation_steps']} micro-steps × {request.ranks} ranks, "
-        f"{plan['tokens_per_step']:,} tokens a step",
-        "memory": memory,
-        "checkpoint": checkpoint,
-        "submit": "sbatch THIS-FILE",
-        "watch": f"squeue --me; tail -f {shlex.quote(str(logs))}/slurm-JOB.log; the ranks' own logs stand beside it",
-        "stop": f"touch {shlex.quote(str(run / 'stop'))}: saves and ends; to go on, submit it again",
-        "": f"scancel --signal=USR1 JOB: {again}; scancel JOB: ends, saving if KillWait is enough",
-    }
-    told = "\n".join(f"# {name:<16} {line}" for name, line in lines.items())
+    lines = [
+        (
+            "world size",
+            f"{request.ranks} = {request.nodes} × {request.per_node} {'GPUs' if request.on_gpus else 'CPU ranks'}",
+        ),
+        *described(dict(plan), request.ranks),
+        ("to save", f"{size:.2f} GB, for which the ranks have {seconds} s before the time limit"),
+        ("submit", "sbatch THIS-FILE"),
+        ("watch", f"squeue --me; tail -f {shlex.quote(str(logs))}/slurm-JOB.log; the ranks' own logs stand beside it"),
+        ("stop", f"touch {stop}: saves and ends; to go on, submit it again"),
+        ("", f"scancel --signal=USR1 JOB: {again}; scancel JOB: ends, saving if KillWait is enough"),
+    ]
+    for _, line in lines:
+        refuse_unprintable("RECIPE", line)
+    told = "\n".join(f"# {name:<16} {line}" for name, line in lines)
     return f"#!/bin/bash -l\n# {recipe}, trained by SLURM; written by `python -m launch slurm`\n#\n{told}\n#"
 
 
@@ -326,7 +322,9 @@ export MASTER_ADDR=${hosts[0]}
 export MASTER_PORT=$(( 10000 + SLURM_JOB_ID % 20000 ))
 """
 
-# The ranks' names for SLURM's numbers are torch's. `exec`: what SLURM signals is then the rank itself.
+# SLURM's numbers under the names that torch gives them. `exec`: whom SLURM signals is then the rank itself. A signal
+# would end Python before it takes it, in its first second, and the job would have failed: whoever sent it sends SIGTERM
+# in the end.
 RANKS = """\
 # SLURM itself ends the job: it, not this script, then says whether the job starts again.
 ended=
@@ -335,7 +333,8 @@ trap 'ended=yes' TERM
 code=0
 # shellcheck disable=SC2016  # each task's own values
 srun --export=ALL --kill-on-bad-exit=1 --cpus-per-task={cpus} --output="${{logs//%/%%}}/rank-%5t.log" \\
-  bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE={per_node}
+  bash -c 'trap "" TERM USR1  # until Python takes them
+           export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE={per_node}
            exec "$@"' rank \\
   {python} -m pretrain run {recipe} --run "$run" {arguments} || code=$?
 """
@@ -345,17 +344,13 @@ if [[ -n $ended ]]; then
   echo "ended by SLURM (srun: $code)"
   exit "$code"
 fi
-case $code in
-  0) ;;
-  138 | 143) echo "signalled before the run began" ;;  # 128 + SIGUSR1, SIGTERM: nobody was there to note it
-  *)
-    echo "error: a rank failed (srun: $code); the ranks' logs: $logs" >&2
-    # Whoever only lost another rank does not know why.
-    grep -m 1 -E '^(error|[A-Za-z.]+Error): ' -- "$logs"/rank-*.log |
-      grep -v 'another rank is gone' | head -n 5 >&2 || true
-    exit "$code"
-    ;;
-esac
+if (( code != 0 )); then
+  echo "error: a rank failed (srun: $code); the ranks' logs: $logs" >&2
+  # Whoever only lost another rank does not know why.
+  grep -m 1 -E '^(error|[A-Za-z.]+Error): ' -- "$logs"/rank-*.log |
+    grep -v -E 'another rank (is gone|gave no answer)' | head -n 5 >&2 || true
+  exit "$code"
+fi
 if [[ -e $run/stop ]]; then
   echo "stopped by $run/stop; to go on, submit it again"
   exit 0

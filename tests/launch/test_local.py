@@ -13,23 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from launch.addresses import free_port
+from launch.command import Launch, added_environment, devices
 from launch.demo import Demo
+from launch.devices import narrow, visible_gpus
+from launch.ending import End, newest_attempt, read_receipts, read_status
 from launch.errors import LaunchError
-from launch.local import (
-    End,
-    Launch,
-    added_environment,
-    devices,
-    free_port,
-    narrow,
-    newest_attempt,
-    oom_killer,
-    oom_kills,
-    read_receipts,
-    read_status,
-    run,
-    visible_gpus,
-)
+from launch.oom_killer import oom_killer, oom_kills
+from launch.running import run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,7 +48,7 @@ def test_a_dry_run_says_what_would_run_and_starts_nothing(tmp_path):
     assert argv[1:3] == ["--num_gpus", "2"]
     assert argv[3] == "--master_port"
     assert argv[5:] == [
-        *("--log_level", "warning", "--module", "pretrain", "run", "pretrain/recipes/debug.toml"),
+        *("--log_level", "critical", "--module", "pretrain", "run", "pretrain/recipes/debug.toml"),
         *("--run", str(directory), "--resume", "auto", "--set", "seed=3", "--max-minutes", "55"),
     ]
     assert report["world_size"] == 2
@@ -130,7 +121,7 @@ def test_a_hanging_nvidia_smi_is_one_line(tmp_path, monkeypatch):
     smi.write_text("#!/bin/sh\nexec sleep 60\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr("launch.local.SMI_SECONDS", 0.2)
+    monkeypatch.setattr("launch.devices.SMI_SECONDS", 0.2)
     with pytest.raises(LaunchError, match=r"gave no answer in 0\.2 s") as caught:
         visible_gpus({})
     assert "\n" not in str(caught.value)
@@ -146,7 +137,7 @@ def test_the_demo_shows_commands_in_one_line_to_be_copied(capsys):
 def test_ports_are_free_and_not_of_those_the_system_hands_out(tmp_path, monkeypatch):
     """One of those could be anybody's by the time the ranks have started."""
     given = tmp_path / "range"
-    monkeypatch.setattr("launch.local.GIVEN_PORTS", given)
+    monkeypatch.setattr("launch.addresses.GIVEN_PORTS", given)
     assert 0 < free_port() < 65536  # where nothing tells which
     given.write_text("32768\t60999\n")
     ports = {free_port() for _ in range(50)}
@@ -283,10 +274,11 @@ LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.ar
 CALLER = """
 import os, sys
 from pathlib import Path
-from launch import local
-local.GRACE_SECONDS = 3600.0
+from launch import running
+from launch.command import Launch
+running.GRACE_SECONDS = 3600.0
 argv = (sys.executable, "-c", sys.argv[2], sys.argv[1], sys.argv[3])
-sys.exit(local.run(local.Launch(argv, {"MARK": sys.argv[1]}, Path(sys.argv[1]), 1, {}), os.environ))
+sys.exit(running.run(Launch(argv, {"MARK": sys.argv[1]}, Path(sys.argv[1]), 1, {}), os.environ))
 """
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from launch.local import free_port
+from launch.addresses import free_port
 from pretrain.config import parse_recipe, to_toml
 from pretrain.metrics import read_metrics
 from tests.ranks import root

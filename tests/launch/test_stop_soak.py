@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from launch.local import newest_attempt
+from launch.ending import newest_attempt
 from pretrain.checkpoint import list_checkpoints, verify
 from pretrain.config import parse_recipe, to_toml
 from pretrain.metrics import all_records, read_metrics

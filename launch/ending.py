@@ -1,0 +1,177 @@
+"""How a run has ended: what its ranks left behind, what their keepers saw, and the one line that tells of it.
+
+The launcher's own exit code is not the truth: DeepSpeed's runner passes on positive codes only, so a run whose child
+was killed by a signal can end as 0. What counts are the receipts that every rank leaves in the run directory, and the
+codes that the ranks' keepers tell, also where nothing is shared.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch.command import Launch
+from launch.errors import LaunchError
+from launch.hints import hint, last_words, only_lost
+from launch.lifelines import Known
+
+FAILED = 1
+BAD_INPUT = 2
+RESUMES = "the same command resumes from the last checkpoint"
+
+
+@dataclass(frozen=True)
+class End:
+    """What is known of a run's end."""
+
+    code: int  # of the launcher
+    began: bool  # a new attempt stands in the run directory
+    asked: int  # how often it was asked to stop
+    receipts: Mapping[int, Mapping[str, Any]]  # of the new attempt, by rank
+    killer: str | None = None  # the kernel ended a process for want of memory meanwhile
+    known: Mapping[int, Known] = field(default_factory=dict)  # what keepers told, by rank
+
+    def verdict(self, launch: Launch, status: Mapping[str, Any]) -> int:
+        """The exit code: 0 if every rank says that it stopped or finished, else the first failure's, with a line.
+
+        A run that was asked to stop before it began, and did not begin, is 0 as well: there is nothing to resume.
+        """
+        states = {rank: receipt.get("state") for rank, receipt in self.receipts.items()}
+        well = {rank for rank, state in states.items() if state in ("stopped", "finished")}
+        well |= {rank for rank, one in self.known.items() if one.code == 0 and states.get(rank) != "failed"}
+        if well >= set(launch.own_ranks) and (self.began or self.asked == 0):
+            return 0
+        if not self.began and self.asked == 1:
+            print(f"run {launch.run_directory} stopped before it began: nothing was changed", file=sys.stderr)
+            return 0
+        first = first_failure(self.known)
+        if first is not None:
+            return self._tell(first, launch, status)
+        if not self.began:
+            where = "it ended before its first step; what it said stands above"
+        else:
+            silent = [str(rank) for rank in launch.own_ranks if rank not in states]
+            failed = [str(rank) for rank in states if rank not in well]
+            who = f"rank {' and '.join(failed)} failed"
+            if silent:
+                who = f"a rank died: nothing was left by rank {' and '.join(silent)}"
+            where = f"{who}; {steps(status)}; what it said stands above; {RESUMES}"
+        where += "" if self.killer is None else f". {self.killer}"
+        print(f"error: run {launch.run_directory} failed (launcher code {self.code}): {where}", file=sys.stderr)
+        return self.code if self.code > 0 else FAILED
+
+    def _tell(self, first: Known, launch: Launch, status: Mapping[str, Any]) -> int:
+        """Of the rank that failed first: its traceback, and a line of what happened and what to do."""
+        code = exit_code(first)
+        traceback, words = last_words(first.said)
+        advice = self.killer or hint(first.said, first.code or 0)
+        if not self.began and first.code == BAD_INPUT and "error: " in first.said and advice is None:
+            return BAD_INPUT  # a line on its input stands above, and there is nothing to add
+        if traceback:
+            prefix = f"[rank {first.rank}] " if launch.ranks > 1 else ""
+            print("\n".join(prefix + line for line in traceback.split("\n")), file=sys.stderr)
+        host = launch.host_of(first.rank)
+        parts = [f"rank {first.rank}{'' if host is None else f' on {host}'} {how(first)}"]
+        parts[0] += f": {words}" if words and first.code not in (None, -signal.SIGKILL) else ""
+        parts += [advice] if advice is not None else []
+        if self.began:
+            attempt = next((one.attempt for one in self.known.values() if one.attempt is not None), None)
+            logs = launch.run_directory / "logs" / f"attempt-{attempt}"
+            parts += [steps(status), *([] if attempt is None else [f"logs in {logs}"])]
+            parts += [RESUMES] if advice is None or RESUMES not in advice else []
+        else:
+            parts.append("it ended before its first step")
+        print(f"error: run {launch.run_directory} failed (code {code}): {'; '.join(parts)}", file=sys.stderr)
+        return code
+
+
+def first_failure(known: Mapping[int, Known]) -> Known | None:
+    """The rank whose failure explains the others': not one that only lost another, rather one that said something."""
+    failed = [one for one in known.values() if one.failed]
+    if not failed:
+        return None
+
+    def says_little(one: Known) -> bool:
+        return one.code is not None and one.code > 0 and not last_words(one.said)[1]
+
+    return min(failed, key=lambda one: (only_lost(one.said), says_little(one), one.ended_at or 0.0))
+
+
+def how(one: Known) -> str:
+    """How a rank has ended, behind its name."""
+    if one.code is None:
+        if one.silent:
+            return "gave no sign for a minute: its machine, or the network to it, is gone"
+        return "vanished without a word: its machine or all of its processes were ended"
+    if one.code < 0:
+        return f"was killed by {signal_name(-one.code)}"
+    return f"failed with code {one.code}"
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def exit_code(one: Known) -> int:
+    """As a shell would have it: 128 and the number of a signal."""
+    if one.code is None:
+        return FAILED
+    return one.code if one.code > 0 else 128 - one.code
+
+
+def steps(status: Mapping[str, Any]) -> str:
+    if "global_step" not in status:
+        return "it had come to no step"
+    return f"the last status was step {status['global_step']} of {status.get('max_steps')}"
+
+
+def read_receipts(run_directory: Path, newer_than: int) -> dict[int, dict[str, Any]]:
+    """The receipts of the newest attempt, by rank, if it is newer than the one of this number; what is none is left
+    out."""
+    found: dict[int, dict[str, Any]] = {}
+    for path in sorted((run_directory / "receipts").glob("rank-*.json")):
+        with suppress(ValueError, KeyError, TypeError):
+            receipt = json.loads(path.read_bytes())
+            if receipt["attempt"] > newer_than:
+                found[receipt["rank"]] = receipt
+    newest = max((receipt["attempt"] for receipt in found.values()), default=None)
+    return {rank: receipt for rank, receipt in sorted(found.items()) if receipt["attempt"] == newest}
+
+
+def newest_attempt(run_directory: Path) -> int:
+    """The number of the attempt that began last, 0 for none: the ranks have met and hear of a stop file from then on.
+
+    What cannot be read begins no attempt either: the run itself says what is wrong with it.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return len(json.loads((run_directory / "environment.json").read_bytes())["attempts"])
+    return 0
+
+
+def read_status(run_directory: Path) -> dict[str, Any]:
+    """`status.json` of a run, {} where there is none. LaunchError if it is not JSON."""
+    path = run_directory / "status.json"
+    if not path.exists():
+        return {}
+    try:
+        status = json.loads(path.read_bytes())
+    except ValueError:
+        raise LaunchError(f"{path} is not valid JSON: remove it or choose another --run") from None
+    if not isinstance(status, dict):
+        raise LaunchError(f"{path} must hold one JSON object: remove it or choose another --run")
+    return status
+
+
+def attempt_of(status: Mapping[str, Any]) -> int:
+    """The attempt a status speaks of, 0 for none yet."""
+    number = status.get("attempt", 0)
+    return number if isinstance(number, int) else 0

@@ -112,7 +112,7 @@ def plan(
 ) -> None:
     """Tokens, steps and memory of a recipe, before anything is started; exit 2 if it cannot run or fit."""
     from pretrain.config import RecipeError, load_recipe
-    from pretrain.device_memory import DeviceMemory, described, this_device
+    from pretrain.device_memory import DeviceMemory, described, ranks_here, this_device
     from pretrain.fit import Fit, first_fit, too_big
     from pretrain.plan import AUTO_IS, parse_memory
     from pretrain.plan import plan as make_plan
@@ -124,7 +124,8 @@ def plan(
     kind: Literal["cpu", "cuda"] = "cpu" if device is _Kind.CPU else "cuda"
     memory: DeviceMemory | None = None
     if device_memory == "auto":
-        memory = this_device(max(world_size, 1), "cpu" if device is _Kind.CPU else os.environ.get("DS_ACCELERATOR"))
+        here = ranks_here(os.environ, max(world_size, 1))
+        memory = this_device(here, "cpu" if device is _Kind.CPU else os.environ.get("DS_ACCELERATOR"))
         if device is not None and memory.kind != kind:
             raise RecipeError("--device cuda --device-memory auto: torch sees no GPU here: give its SIZE")
     elif device_memory is not None:
@@ -213,6 +214,7 @@ def run(
         typer.Option("--timeout-minutes", metavar="M", help="How long a rank waits for the others: 10 if not given."),
     ] = None,
     started_at: Annotated[float | None, typer.Option("--started-at", hidden=True)] = None,
+    started_by: Annotated[str | None, typer.Option("--started-by", hidden=True)] = None,
 ) -> None:
     """Train. One process on its own; several under `deepspeed` or `python -m launch run`. Started again, it resumes.
 
@@ -278,7 +280,7 @@ def run(
     words += [word for name in changes for word in ("--change", name)]
     words += ["--force"] if force else []
     words += [word for option, given in limits.items() if given is not None for word in (option, f"{given:g}")]
-    command = shlex.join(["python", "-m", *map(str, words)])
+    command = started_by or shlex.join(["python", "-m", *map(str, words)])
     timeout_minutes = timeout_minutes or TIMEOUT_MINUTES
     try:
         train(

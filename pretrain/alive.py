@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     from pretrain.state import TrainState
@@ -37,14 +37,14 @@ class SignOfLife:
     def __init__(self, path: Path, *, attempt: int, rank: int, world_size: int) -> None:
         self.state: TrainState | None = None  # what the run counts; the loop changes it
         self._path = path
-        self._who = {
+        self._who: dict[str, Any] = {
             "attempt": attempt,
             "rank": rank,
             "host": platform.node(),
             "pid": os.getpid(),
             "start_ticks": start_ticks(),
+            "every_seconds": max(INTERVAL_SECONDS, world_size / SIGNS_A_SECOND),
         }
-        self._interval = max(INTERVAL_SECONDS, world_size / SIGNS_A_SECOND)
         self._doing: tuple[Doing, float] = ("starts", time.time())
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._write_on, name="sign-of-life", daemon=True)
@@ -76,7 +76,7 @@ class SignOfLife:
             yield batch
 
     def _write_on(self) -> None:
-        while not self._ended.wait(self._interval):
+        while not self._ended.wait(self._who["every_seconds"]):
             self._write()
 
     def _write(self) -> None:

@@ -1,0 +1,294 @@
+"""What a run is doing, from what it leaves in its directory: how far it is, how fast, who is late, how its ranks ended.
+
+Nothing is started or asked: status.json, metrics.jsonl, the signs of life and the receipts say it, also of a run on
+other machines that share the directory. Their clocks are taken to agree within seconds (`launch check` looks at that).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from launch.errors import LaunchError
+
+LATE_SECONDS = 15.0  # without a sign of life, or waiting for data while the others have theirs
+SILENT_SECONDS = 60.0  # without a sign of any rank: it is gone
+SIGNS_MISSED = 5  # at least; where many ranks share a file system, each gives one less often
+RECENT_STEPS = 20  # whose mean is the rate
+METRICS_BYTES = 64 * 2**10  # of the end of metrics.jsonl, which hold as many
+ENDED = ("stopped", "finished", "failed")
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One rank of the last attempt: how it ended, or its last sign of life."""
+
+    rank: int
+    host: str | None
+    pid: int | None
+    start_ticks: int | None  # when the process began: with its number it is no other
+    state: str  # stopped, finished or failed as its receipt says, else what it was doing; "no sign" where it left none
+    step: int | None
+    since_seconds: float | None  # how long it has been doing that
+    sign_seconds: float | None  # the age of its last sign of life
+    patience: float  # seconds without one that mean nothing yet
+    reason: str | None  # what it was stopped by, or what failed
+    late: str | None  # why the others wait for it
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+
+@dataclass(frozen=True)
+class Status:
+    """A run's last attempt."""
+
+    run: Path
+    state: str  # starting, running, stopped, finished, failed, or silent: it said nothing of its end
+    attempt: int
+    world_size: int
+    started_at: str
+    hostname: str | None
+    step: int
+    max_steps: int | None
+    loss: float | None
+    tokens_per_second: float | None
+    seconds_left: float | None
+    sign_seconds: float | None  # the age of the newest sign of life of any rank
+    ranks: tuple[RankStatus, ...]
+    resume: str | None
+
+    @property
+    def lives(self) -> bool:
+        return self.state in ("starting", "running")
+
+    @property
+    def late(self) -> tuple[RankStatus, ...]:
+        return tuple(one for one in self.ranks if one.late is not None)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "run": str(self.run),
+            "state": self.state,
+            "attempt": self.attempt,
+            "world_size": self.world_size,
+            "started_at": self.started_at,
+            "hostname": self.hostname,
+            "global_step": self.step,
+            "max_steps": self.max_steps,
+            "loss": self.loss,
+            "tokens_per_second": self.tokens_per_second,
+            "seconds_left": self.seconds_left,
+            "sign_seconds": self.sign_seconds,
+            "late": [one.rank for one in self.late],
+            "ranks": [vars(one) for one in self.ranks],
+            "resume": self.resume,
+        }
+
+    def to_text(self) -> str:
+        lines = [
+            f"run       {self.run}",
+            f"state     {self._state_in_words()}",
+            f"progress  {self._progress()}",
+            f"rate      {self._rate()}",
+        ]
+        lines += [f"late      rank {one.rank} of {one.host or 'an unknown host'}: {one.late}" for one in self.late]
+        if self.resume is not None:
+            lines.append(f"resume    {self.resume}")
+        return "\n".join([*lines, "", *_table(self.ranks)])
+
+    def _state_in_words(self) -> str:
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        words = f"{self.state}: attempt {self.attempt}, {ranks}, begun {self.started_at}"
+        words += "" if self.hostname is None else f", rank 0 on {self.hostname}"
+        if self.state == "silent":
+            age = (
+                "none was ever given" if self.sign_seconds is None else f"the last is {duration(self.sign_seconds)} old"
+            )
+            words += f"; no rank gives a sign of life, {age}: it was killed, or its machines are gone"
+        return words
+
+    def _progress(self) -> str:
+        if not self.max_steps:
+            return f"step {self.step:,}"
+        return f"step {self.step:,} of {self.max_steps:,}, {self.step / self.max_steps:.1%}"
+
+    def _rate(self) -> str:
+        if self.tokens_per_second is None:
+            return "no step of this attempt was measured yet"
+        words = f"{self.tokens_per_second:,.0f} tokens/s over the last steps"
+        words += "" if self.loss is None else f", loss {self.loss:.4f}"
+        return words if self.seconds_left is None else f"{words}, about {duration(self.seconds_left)} of steps left"
+
+
+def read(run: Path, now: float | None = None) -> Status:
+    """The status of the last attempt at `now` (seconds since the epoch). LaunchError: there is no run, or a damaged
+    one."""
+    now = time.time() if now is None else now
+    attempts = _json(run / "environment.json", default={}).get("attempts")
+    if not attempts:
+        raise LaunchError(f"{run} is no run directory: nothing was started there (no environment.json)")
+    last = attempts[-1]
+    said = _json(run / "status.json", default={})
+    if said.get("attempt") != last["attempt"]:  # it has begun, and says nothing yet
+        said = {"state": "starting"}
+    ranks = tuple(_ranks(run, last, now))
+    signs = [one.sign_seconds for one in ranks if one.sign_seconds is not None]
+    ages = [*signs, *([now - _instant(said["updated_at"])] if "updated_at" in said else [])]
+    silent = min([*ages, now - _instant(last["started_at"])]) > max([SILENT_SECONDS, *(one.patience for one in ranks)])
+    state = _state(said["state"], ranks, silent=silent)
+    steps = _recent_steps(run / "metrics.jsonl", last["attempt"])
+    step = max([said.get("global_step", 0), *(one["step"] for one in steps)])
+    seconds = sum(one["step_seconds"] for one in steps)
+    tokens = sum(one["tokens_per_second"] * one["step_seconds"] for one in steps)
+    max_steps = said.get("max_steps")
+    lives = state in ("starting", "running")
+    ranks = ranks if lives else tuple(replace(one, late=None) for one in ranks)
+    receipts = [_json(path, default={}) for path in sorted((run / "receipts").glob("rank-*.json"))]
+    return Status(
+        run=run,
+        state=state,
+        attempt=last["attempt"],
+        world_size=last["world_size"],
+        started_at=last["started_at"],
+        hostname=last.get("hostname"),
+        step=step,
+        max_steps=max_steps,
+        loss=steps[-1]["loss"] if steps else None,
+        tokens_per_second=tokens / seconds if seconds else None,
+        seconds_left=(max_steps - step) * seconds / len(steps) if lives and steps and max_steps else None,
+        sign_seconds=min(ages, default=None),
+        ranks=ranks,
+        resume=next((one["resume"] for one in receipts if one.get("resume")), None),
+    )
+
+
+def _state(said: str, ranks: tuple[RankStatus, ...], *, silent: bool) -> str:
+    """What it says, unless its ranks know better: a run that was killed went on saying "running"."""
+    if said in ENDED:
+        return said
+    if ranks and all(one.ended for one in ranks):
+        return "failed" if any(one.state == "failed" for one in ranks) else ranks[0].state
+    return "silent" if silent else said
+
+
+def _ranks(run: Path, attempt: Mapping[str, Any], now: float) -> list[RankStatus]:
+    signs, receipts = (_by_rank(run / folder, attempt["attempt"]) for folder in ("alive", "receipts"))
+    found = []
+    for rank in range(attempt["world_size"]):
+        sign, receipt = signs.get(rank, {}), receipts.get(rank)
+        age = now - sign["at"] if sign else None
+        since = now - sign["since"] if sign else None
+        patience = max(LATE_SECONDS, SIGNS_MISSED * sign.get("every_seconds", 0))
+        state = sign.get("doing", "no sign") if receipt is None else receipt["state"]
+        found.append(
+            RankStatus(
+                rank=rank,
+                host=sign.get("host"),
+                pid=sign.get("pid"),
+                start_ticks=sign.get("start_ticks"),
+                state=state,
+                step=sign.get("step") if receipt is None else receipt["global_step"],
+                since_seconds=since if receipt is None else None,
+                sign_seconds=age,
+                patience=patience,
+                reason=None if receipt is None else receipt["reason"],
+                late=_late(state, age, since, patience) if receipt is None else None,
+            )
+        )
+    return found
+
+
+def _late(doing: str, age: float | None, since: float | None, patience: float) -> str | None:
+    if age is None or since is None:
+        return "it left no sign of life"
+    if age > patience:
+        return f"no sign of life for {duration(age)}: it hangs, was killed, or its machine is gone"
+    if doing == "waits for data" and since > LATE_SECONDS:
+        return f"has been waiting for data for {duration(since)}: look at the disk or network that it reads from"
+    return None
+
+
+def _by_rank(folder: Path, attempt: int) -> dict[int, dict[str, Any]]:
+    """The records of ranks of this attempt; what is none, or half one, is left out."""
+    found = {}
+    for path in folder.glob("rank-*.json"):
+        record = _json(path, default={})
+        if record.get("attempt") == attempt:
+            found[record["rank"]] = record
+    return found
+
+
+def _recent_steps(metrics: Path, attempt: int) -> list[dict[str, Any]]:
+    """The last steps of this attempt, but for its first, which takes longer; from the end of the file alone."""
+    if not metrics.exists():
+        return []
+    with metrics.open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - METRICS_BYTES, 0))
+        lines = file.read().splitlines()
+    steps: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS + 1)
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:  # cut by where reading began, or by a kill
+            continue
+        if record.get("kind") == "train" and record["attempt"] == attempt:
+            steps.append(record)
+    return list(steps)[1:] or list(steps)
+
+
+def steps_made(run: Path, attempt: int) -> bool:
+    """Whether this attempt has made a step, as far as it can be seen from here."""
+    return bool(_recent_steps(run / "metrics.jsonl", attempt))
+
+
+def _json(path: Path, default: dict[str, Any]) -> dict[str, Any]:
+    """A JSON object; `default` where there is none or half of one, as while it is written or after a kill."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return default
+    return value if isinstance(value, dict) else default
+
+
+def _instant(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
+
+
+def _table(ranks: tuple[RankStatus, ...]) -> list[str]:
+    rows = [("rank", "host", "pid", "step", "state", "sign of life")]
+    for one in ranks:
+        state = one.state if one.since_seconds is None else f"{one.state}, {duration(one.since_seconds)}"
+        state += "" if one.reason is None else f": {one.reason}"
+        age = "none" if one.sign_seconds is None else f"{duration(one.sign_seconds)} ago"
+        rows.append((str(one.rank), one.host or "?", _shown(one.pid), _shown(one.step), state, age))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    ages = max(len(row[5]) for row in rows)
+    return [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5].ljust(ages), row[4]])
+        for row in rows
+    ]
+
+
+def _shown(value: int | None) -> str:
+    return "?" if value is None else str(value)
+
+
+def duration(seconds: float) -> str:
+    """0.4 s, 12 s, 3 min 05 s, 2 h 07 min."""
+    if seconds < 10:
+        return f"{max(seconds, 0):.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

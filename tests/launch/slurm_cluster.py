@@ -5,18 +5,19 @@ Nothing is installed, nothing of the machine's own SLURM is touched. Whoever run
 
 from __future__ import annotations
 
+import ctypes
 import getpass
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 NODE = "localhost"
 # A requeued job waits for as long as the credential of its last start could be valid: 2 minutes if nothing is said.
@@ -121,7 +122,13 @@ class Cluster:
                 with output:
                     started.append(
                         subprocess.Popen(
-                            [program, *options], env=self.environment, stdout=output, stderr=output, cwd=self.folder
+                            [program, *options],
+                            env=self.environment,
+                            stdin=subprocess.DEVNULL,
+                            stdout=output,
+                            stderr=output,
+                            cwd=self.folder,
+                            preexec_fn=_end_with_parent,
                         )
                     )
                 if daemon == "munged":
@@ -131,7 +138,10 @@ class Cluster:
         finally:
             if len(started) == len(daemons):
                 subprocess.run(
-                    ["scancel", "--full", "--signal=KILL", "--state=RUNNING"], env=self.environment, capture_output=True, check=False
+                    ["scancel", "--full", "--signal=KILL", "--state=RUNNING"],
+                    env=self.environment,
+                    capture_output=True,
+                    check=False,
                 )
                 self.ask("scancel", "--me")
                 self.wait_until(lambda: not self.ask("squeue", "--noheader", "--states=R,CG,S"), [])
@@ -162,11 +172,26 @@ class Cluster:
         assert done.returncode == 0, done.stderr
         return Job(self, int(done.stdout))
 
+    def urgent(self) -> Job:
+        """A job that needs the whole node at once, and for a moment."""
+        done = subprocess.run(
+            ["sbatch", "--parsable", "--partition=urgent", "--ntasks=2", "--output=/dev/null", "--wrap=true"],
+            env=self.environment, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return Job(self, int(done.stdout))
+
     def logs(self) -> str:
         return "\n".join(path.read_text(errors="replace")[-3000:] for path in sorted(self.folder.glob("*.log")))
 
 
+def _end_with_parent() -> None:
+    """In a daemon, on Linux: SIGTERM when the tests die (prctl(2))."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 class Job:
+    """A job that was submitted."""
+
     def __init__(self, cluster: Cluster, number: int) -> None:
         self.cluster = cluster
         self.number = number
@@ -191,9 +216,3 @@ class Job:
             time.sleep(0.1)
         assert state in states, f"job {self.number} is {state}: {self.facts()}"
         return state
-
-
-if __name__ == "__main__":
-    with Cluster(Path(sys.argv[1])).running() as one:
-        print(one.configuration, flush=True)
-        signal.sigwait({signal.SIGINT, signal.SIGTERM})

@@ -177,7 +177,7 @@ def read_run(path: Path, data: Path | None = None) -> RecordedRun:
         raise DataFormatError(f"{recipe_path}: damaged: {error}") from None
     state_path, state = _newest_state(path / "checkpoints")
     try:
-        where = data or _ROOT / recipe["data"]["path"]
+        where = _ROOT / recipe["data"]["path"]
         batch, schedule, planned = recipe["batch"], recipe["schedule"], recipe["data"].get("stages", [])
         seq_len = _whole(recipe["model"]["seq_len"], _SIZES, f"{recipe_path}: model.seq_len")
         global_batch_size = _whole(batch["global_batch_size"], _SIZES, f"{recipe_path}: batch.global_batch_size")
@@ -210,7 +210,7 @@ def read_run(path: Path, data: Path | None = None) -> RecordedRun:
     except DataFormatError:  # it names the plan and what to do
         raise
     except (ValueError, OverflowError) as error:
-        raise DataFormatError(f"{recipe_path} does not fit {where}: {error}") from None
+        raise DataFormatError(f"{recipe_path} does not fit {collection.path}: {error}") from None
     if state is not None:
         _refuse_other_data(state, order, collection, steps, history, state_path)
     step = max(_last_step(path / "metrics.jsonl"), 0 if state is None else state["global_step"])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,14 +79,22 @@ def after(identity: Mapping[str, Any], history: History) -> dict[str, Any]:
     """
     if not history.changes:
         return dict(identity)
-    order, steps = identity["order"], history.steps(steps_of_identity(identity))
-    placed = history.order(SampleOrder.of(order), mixture_of(identity), identity["data"]["streams"])
+    steps = history.steps(steps_of_identity(identity))
     return {
         **identity,
-        "order": {**placed.describe(), "content_sha256": order["content_sha256"]},
+        "order": _placed(identity, history),
         "batch_ramp": [list(part) for part in steps.ramp],
         "changes": history.to_json(),
     }
+
+
+def _placed(identity: Mapping[str, Any], history: History) -> dict[str, Any]:
+    """The description of the order of a run that has this past. ValueError: a stage does not fit behind it."""
+    plain: dict[str, Any] = identity["order"]
+    if not history.changes:
+        return plain
+    order = history.order(SampleOrder.of(plain), mixture_of(identity), identity["data"]["streams"])
+    return {**order.describe(), "content_sha256": plain["content_sha256"]}
 
 
 # ---------------------------------------------------------------- what differs
@@ -94,9 +103,9 @@ def after(identity: Mapping[str, Any], history: History) -> dict[str, Any]:
 def differences(stored: Mapping[str, Any], ours: Mapping[str, Any], history: History) -> Iterator[Difference]:
     """In what a checkpoint's identity is not this run's, as far as `--change` has a name for it or refuses it.
 
-    `ours` is behind the checkpoint's own changes, `history`.
+    `ours` has no past; it is compared as it would be behind the checkpoint's own changes, `history`.
     """
-    old, new = stored["order"], ours["order"]
+    old, new = stored["order"], _placed(ours, history)
     line = difference(_fixed(old), _fixed(new))
     if line is not None:
         yield Difference(None, f": {line}", "resume with the same", {})
@@ -104,14 +113,16 @@ def differences(stored: Mapping[str, Any], ours: Mapping[str, Any], history: His
         lengths = {"from": old["seq_len"], "to": new["seq_len"]}
         line = f": seq_len was {old['seq_len']} and is now {new['seq_len']}"
         yield Difference("seq_len", line, "resume with the same model.seq_len", {"name": "seq_len", **lengths})
-    line = _other_data(stored, ours, history)
+    line = _other_data(stored, ours, new, history)
     if line is not None:
         yield Difference("data", f": {line}", "resume with the data it was trained on", {"name": "data"})
     consumed, was, now = stored["consumed_samples"], steps_of_identity(stored), steps_of_identity(ours)
+    with suppress(ValueError):  # a ramp that does not go on behind an earlier change: another one, then
+        now = history.steps(now)
     if was.parts(consumed) != now.parts(consumed):
         line = f" was written with global_batch_size = {was.told(consumed)}, this run has {now.told(consumed)}"
-        sizes = {"from": was.size(was.step_of(consumed - 1)), "to": now.size(now.step_of(consumed))}
-        yield Difference("global_batch_size", line, "resume with the same", {"name": "global_batch_size", **sizes})
+        entry = {"name": "global_batch_size", "from": was.size(stored["global_step"] - 1)}
+        yield Difference("global_batch_size", line, "resume with the same", entry)
     model, wanted = stored.get("model", {}), ours.get("model", {})
     for key in {**model, **wanted}:
         if key != "seq_len" and model.get(key) != wanted.get(key):
@@ -126,9 +137,14 @@ def _fixed(order: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in order.items() if key in ("order_version", "seed")}
 
 
-def _other_data(stored: Mapping[str, Any], ours: Mapping[str, Any], history: History) -> str | None:
-    """In what the data are others, in one line, windows of another length apart. Stages to come may differ."""
-    old, new, consumed = stored["order"], ours["order"], stored["consumed_samples"]
+def _other_data(
+    stored: Mapping[str, Any], ours: Mapping[str, Any], new: Mapping[str, Any], history: History
+) -> str | None:
+    """In what the data are others, in one line, windows of another length apart. Stages to come may differ.
+
+    `new`: the order of `ours` behind `history`.
+    """
+    old, consumed = stored["order"], stored["consumed_samples"]
     if old["seq_len"] == new["seq_len"]:
         kept = [{k: v for k, v in order.items() if k not in _fixed(order)} for order in (old, new)]
         return difference(*kept, consumed_samples=consumed)
@@ -157,7 +173,7 @@ def refuse_other(path: Path, stored: Mapping[str, Any], ours: Mapping[str, Any],
     """
     history = history_of(path, stored)
     try:
-        found = list(differences(stored, after(ours, history), history))
+        found = list(differences(stored, ours, history))
     except ValueError as error:
         raise CheckpointError(f"{path}: this recipe does not fit behind it: {error}") from None
     for one in found:
@@ -265,12 +281,13 @@ def told(change: Change | None, order: SampleOrder) -> Iterator[str]:
     """A line for each thing changed, if anything is; `order` is the one that it begins."""
     if change is None:
         return
+    names = [one["name"] for one in change.changed]
     for one in change.changed:
         name, before, now = one["name"], one["from"], one["to"]
         if name == "data":
             before, now = (_data_words(one, other) for one, other in ((before, now), (now, before)))
         line = f"step {change.global_step}: {name} is changed from {before} to {now}"
-        if change.read is not None and name in ("seq_len", "data"):
+        if name == "data" or (name == "seq_len" and "data" not in names):
             line += f"; {_goes_on(order)}"
         yield line
 

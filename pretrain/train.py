@@ -49,7 +49,7 @@ from pretrain.engine import (
 from pretrain.evaluate import Score, evaluate, isolates_documents
 from pretrain.keeper import Kept
 from pretrain.metrics import Report, TrainingDivergedError
-from pretrain.parts import Shelf
+from pretrain.parts import Shelf, named
 from pretrain.receipts import Receipt
 from pretrain.resuming import choose, clear_leftovers, converted_from, refuse_other_run, with_defaults
 from pretrain.retention import Retention
@@ -392,7 +392,7 @@ def write_down(
         {
             "world_size": inputs.plan.world_size,
             "pids": pids,
-            "resumed_from": None if chosen is None else str(chosen),
+            "resumed_from": None if chosen is None else str(named(chosen)),
             "converted_from": None if chosen is None else converted_from(chosen, inputs.identity),
             "initial_weights": None if initial is None else str(initial),
             "compute": inputs.compute,
@@ -463,7 +463,7 @@ def train(
                 raise
             return "stopped"  # nothing has begun: the signal met another rank before it could note it, and ended that
         plan_sha256 = inputs.identity["order"].get("plan_sha256")
-        options = {"--resume": resume}
+        options = {"--resume": resume, "--change": " ".join(changes)}
         refuse_differences(
             ranks, lambda: facts(to_toml(config), options, inputs.deepspeed, inputs.collection, plan_sha256)
         )
@@ -514,7 +514,7 @@ def train(
 
         checkpoints = Checkpoints(
             directory.checkpoints, Retention.of(config.checkpoint), ranks, report.say,
-            asynchronous=asynchronous, on_end=save_ended,
+            asynchronous=asynchronous, on_end=save_ended, shelf=shelf,
         )  # fmt: skip
         stack.callback(checkpoints.close)
         state = TrainState() if resumed_from is None else checkpoints.load(resumed_from, engine)
@@ -577,12 +577,14 @@ def train(
             when = " before a step was made" if state.global_step == first_step else ""
             report.ends("stopped", state, f"stopped by {reason}{when}; resume with {command}")
             receipt.write("stopped", reason)
+            receipt.bring(sharing)
             return "stopped"
         except TrainingDivergedError:  # on all ranks
             checkpoints.finish()
             raise
         report.ends("finished", state, f"finished: {state.tokens_seen:,} tokens")
         receipt.write("finished", None)
+        receipt.bring(sharing)
         return "finished"
 
 

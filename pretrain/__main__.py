@@ -491,7 +491,8 @@ def import_weights(
     "  python -m pretrain checkpoints runs/mini --prune --keep-last 1 --keep-best 2\n"
     "  python -m pretrain checkpoints runs/mini --prune --yes\n"
     "  python -m pretrain checkpoints runs/mini --average 4 --out averaged/mini\n"
-    "  python -m pretrain checkpoints runs/mini --average 3000,3500,4000 --out averaged/mini"
+    "  python -m pretrain checkpoints runs/mini --average 3000,3500,4000 --out averaged/mini\n"
+    "  python -m pretrain checkpoints runs/mini --gather copies/node-b/mini --gather copies/node-c/mini"
 )
 def checkpoints(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
@@ -515,6 +516,10 @@ def checkpoints(
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="With --average: the checkpoint to make.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --average made there before.")] = False,
+    gather: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="COPY", help="A copy of another machine's run directory: its parts make RUN's whole."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the checkpoints of a run and why each stays; verify them, remove what nothing keeps, or average weights."""
@@ -530,12 +535,17 @@ def checkpoints(
         raise RecipeError("--out and --overwrite are for --average: say what to average, for example --average 4")
     if average is not None and (check or prune):
         raise RecipeError("--average verifies what it reads and removes nothing: leave out --verify and --prune")
+    if gather and (average is not None or check or prune):
+        raise RecipeError("--gather verifies what it joins and removes nothing: leave out --average, --verify, --prune")
     if not prune and (yes or keeps):
         raise RecipeError("--yes and --keep-... are for --prune: add it, or leave them out")
     if average is not None:
         if out is None:
             raise RecipeError("--average needs a place for the checkpoint it makes: add --out DIR")
         _average(run, average, out, overwrite=overwrite, as_json=as_json)
+        return
+    if gather:
+        _join(run, gather, as_json=as_json)
         return
 
     from dataclasses import replace
@@ -612,6 +622,18 @@ def _average(run: Path, wanted: str, out: Path, *, overwrite: bool, as_json: boo
         print(json.dumps({**done.to_dict(), "averaged": [str(path) for path in sources]}, indent=2))
         return
     print(f"{done.to_text()}\nthe mean of {', '.join(path.name for path in sources)}")
+
+
+def _join(run: Path, copies: Sequence[Path], *, as_json: bool) -> None:
+    from pretrain.inventory import run_directory
+    from pretrain.joining import join
+
+    with _progress("copied", "bytes") as show:
+        joined = [path.name for path in join(run_directory(run), copies, on_bytes=show)]
+    if as_json:
+        print(json.dumps({"run": str(run), "joined": joined}, indent=2))
+        return
+    print(f"whole now: {', '.join(joined)}")
 
 
 @contextmanager

@@ -46,6 +46,11 @@ FORMAT = "zerohalf-checkpoint"
 FORMAT_VERSION = 1
 
 _STEP = re.compile(r"step-\d{8,}")
+# What to do where not all parts of a checkpoint are at hand.
+JOIN = (
+    "start on all machines that hold parts, or copy their run directories to this one and join them with "
+    "python -m pretrain checkpoints RUN --gather COPY"
+)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -106,8 +111,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     found = manifest.get("format"), manifest.get("version")
     if found != (FORMAT, FORMAT_VERSION):
         raise CheckpointError(f"{path}/manifest.json says format {found[0]} {found[1]}, not {FORMAT} {FORMAT_VERSION}")
-    files = manifest.get("files")
-    if not isinstance(files, dict) or digest(files) != manifest.get("files_sha256"):
+    files, part = manifest.get("files"), manifest.get("part")
+    if not isinstance(files, dict) or digest(files, part) != manifest.get("files_sha256"):
         raise CheckpointError(f"{path}/manifest.json is damaged")
     home = os.path.realpath(path)
     for name, record in files.items():
@@ -133,13 +138,24 @@ def verify(path: Path, on_bytes: Callable[[int], None] | None = None) -> None:
             raise CheckpointError(f"{file} is damaged: its sha256 is not the recorded one")
 
 
-def manifest_of(files: Mapping[str, Any]) -> dict[str, Any]:
-    return {"format": FORMAT, "version": FORMAT_VERSION, "files": files, "files_sha256": digest(files)}
+def manifest_of(files: Mapping[str, Any], part: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The manifest of a checkpoint with these files; `part`: what a part of one tells of the rest (see parts.py)."""
+    told = {} if part is None else {"part": part}
+    return {"format": FORMAT, "version": FORMAT_VERSION, "files": files, **told, "files_sha256": digest(files, part)}
 
 
-def digest(files: Mapping[str, Any]) -> str:
+def digest(files: Mapping[str, Any], part: Mapping[str, Any] | None = None) -> str:
     """What a manifest says of its own list of files, so that a damaged list is noticed."""
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    listed = files if part is None else {"files": files, "part": part}
+    return hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
+
+
+def refuse_part(path: Path) -> None:
+    """Raise CheckpointError where a checkpoint is a part of one, the rest of which other machines hold."""
+    part = read_manifest(path).get("part")
+    if part is not None:
+        hosts = part["hosts"]
+        raise CheckpointError(f"{path} is part {part['number'] + 1} of {len(hosts)}, of {', '.join(hosts)}: {JOIN}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -159,9 +175,12 @@ def find(path: Path) -> Path:
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist; name a run directory or a checkpoint in it")
     found = list_checkpoints(path / "checkpoints")
-    if not found:
+    newest = path if (path / "manifest.json").exists() else found[-1] if found else None
+    if newest is None:
         raise CheckpointError(f"{path} holds no checkpoint; the first is written at checkpoint.every_steps")
-    return found[-1]
+    if not (newest / "weights.safetensors").exists():
+        refuse_part(newest)
+    return newest
 
 
 def run_of(path: Path) -> RunDirectory:

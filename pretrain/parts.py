@@ -38,6 +38,8 @@ from pretrain.transfer import Carried, Courier
 
 Files = Mapping[str, Any]  # path in a checkpoint's folder → bytes and sha256
 
+FETCHED = ".fetched.partial"  # ends the name of a folder with what other homes hold; the next start removes it
+
 
 def part_manifest(own: Files, every: Files, number: int, hosts: Sequence[str]) -> dict[str, Any]:
     """The manifest of one home's part: `own` files of `every` file of the checkpoint."""
@@ -48,6 +50,11 @@ def part_manifest(own: Files, every: Files, number: int, hosts: Sequence[str]) -
 def every_file(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """All files of the checkpoint that a manifest is of, or of a part of."""
     return {**manifest["files"], **manifest.get("part", {}).get("elsewhere", {})}
+
+
+def named(path: Path) -> Path:
+    """The checkpoint of which `path` is, or holds what was fetched of it."""
+    return path.with_name(path.name.removesuffix(FETCHED))
 
 
 # ---------------------------------------------------------------- finding one
@@ -208,7 +215,7 @@ class Shelf:
 
     @property
     def _scratch(self) -> Path:
-        return self.folder / f"{self._examined.name}.fetched.partial"  # a name that the next start removes
+        return self.folder / f"{self._examined.name}{FETCHED}"
 
     def clear(self) -> None:
         """Remove what was fetched, when all ranks have read it."""
@@ -217,14 +224,14 @@ class Shelf:
 
     # ---------------------------------------------------------------- saving one
 
-    def spread(self, partial: Path, mine: Files) -> dict[str, Any] | None:
-        """The manifest of what stays at this home of the checkpoint in `partial`; None where nothing does.
+    def settle(self, folder: Path, written: Sequence[Files]) -> dict[str, Any] | None:
+        """The manifest of what stays at this home of a checkpoint in `folder`; None where nothing does.
 
-        `mine`: the files that this rank has written through and hashed, of those in its home. Where all is to be
-        gathered, it has been when this returns. OSError, on all ranks, where that failed.
+        `written`: the files that each rank wrote to its disk and hashed. Where all is to be gathered, it has been when
+        this returns. OSError, on all ranks, where that failed. Waits for other ranks in a group of its own alone, so a
+        thread can call it.
         """
-        shares = self.courier.gather(mine)
-        by_home = [dict(chain(*(shares[rank].items() for rank in ranks))) for ranks in self.sharing.homes]
+        by_home = [dict(chain(*(written[rank].items() for rank in ranks))) for ranks in self.sharing.homes]
         every = dict(sorted(chain(*(files.items() for files in reversed(by_home)))))
         if not self.gathers:
             hosts = [self.sharing.host(home) for home in range(len(by_home))]
@@ -236,7 +243,7 @@ class Shelf:
             for name, record in sorted(own.items())
             if name not in by_home[0]
         ]
-        self.courier.carry(files, partial, partial)
+        self.courier.carry(files, folder, folder)
         return manifest_of(every) if self.sharing.home == 0 else None
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from pretrain.run_directory import RunDirectory, now, write_text
 
 if TYPE_CHECKING:
+    from pretrain.sharing import Sharing
     from pretrain.state import TrainState
 
 
@@ -44,7 +45,19 @@ class Receipt:
             "at": now(),
         }
         self.directory.receipts.mkdir(exist_ok=True)
-        write_text(self.directory.receipts / f"rank-{self.rank:05d}.json", json.dumps(record) + "\n")
+        write_text(self.directory.receipts / _name(self.rank), json.dumps(record) + "\n")
+
+    def bring(self, sharing: Sharing) -> None:
+        """Have the first rank's run directory hold the receipts of all ranks too. All ranks together, behind `write`.
+
+        OSError where one cannot be read or written.
+        """
+        if sharing.is_one:
+            return
+        own = (self.directory.receipts / _name(self.rank)).read_text()
+        for rank, text in enumerate(sharing.ranks.gather(own)):
+            if self.rank == 0 and rank not in sharing.members:
+                write_text(self.directory.receipts / _name(rank), text)
 
     @contextmanager
     def of_failure(self) -> Iterator[None]:
@@ -55,3 +68,7 @@ class Receipt:
             with suppress(OSError):  # a full disk, most likely: then what is raised has said so
                 self.write("failed", " ".join(f"{type(error).__name__}: {error}".split()))
             raise
+
+
+def _name(rank: int) -> str:
+    return f"rank-{rank:05d}.json"

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ import torch
 from data_pipeline.durable import sync_folder
 from model.huggingface import save_tensors
 from pretrain.checkpoint import list_checkpoints, manifest_of, remove, saved, step_of
+from pretrain.parts import Shelf
 from pretrain.retention import Retention
 from pretrain.run_directory import CheckpointError, write_text
 from pretrain.runtime import Ranks, one_ranks_fault
@@ -101,14 +102,17 @@ class Checkpoints:
         *,
         asynchronous: bool = False,
         on_end: Callable[[SaveResult], None] = lambda result: None,
+        shelf: Shelf | None = None,
     ) -> None:
-        """`on_end` hears of every save when it has ended, well or not."""
+        """`on_end` hears of every save when it has ended, well or not. `shelf`: where ranks have several homes."""
         self.folder = folder
         self.retention = retention
         self.ranks = ranks
         self.say = say
         self.asynchronous = asynchronous
         self.on_end = on_end
+        self.shelf = shelf
+        self._leads = ranks.is_first if shelf is None else shelf.sharing.leads  # does what is done once a folder
         self.newest_step: int | None = None  # that was saved or loaded here
         self._snapshot: Snapshot | None = None  # its room is kept from one save to the next
         self._flight: Flight | None = None
@@ -183,7 +187,7 @@ class Checkpoints:
         record = measured.to_dict(finite=engine.is_finite())
         folder = self.folder / f"step-{state.global_step:08d}"
         aside = folder.with_name(folder.name + ".partial")
-        if self.ranks.is_first:
+        if self._leads:
             shutil.rmtree(aside, ignore_errors=True)
         described = {**asdict(state), **identity, "measured": record}
         files = self._capture(engine, described, snapshot)  # waits for all ranks
@@ -206,6 +210,7 @@ class Checkpoints:
         if self.ranks.is_first:
             files["weights.safetensors"] = partial(save_tensors, weights)
             files["model.json"] = partial(_write_json, engine.model_config.to_dict())
+        if self._leads:
             files["state.json"] = partial(_write_json, described)
         return files
 
@@ -218,7 +223,7 @@ class Checkpoints:
             flight.ending = self._end(flight, everyones)
             flight.held_seconds += time.perf_counter() - started
             return
-        ended: Ended = self.ranks.broadcast(flight.ending.result())
+        ended = self._all_ended(flight, flight.ending.result())
         self._flight = None
         flight.held_seconds += time.perf_counter() - started
         for note in ended.notes:
@@ -238,36 +243,71 @@ class Checkpoints:
                 f"{remedy} and start the same command again"
             )
 
+    def _all_ended(self, flight: Flight, ended: Ended) -> Ended:
+        """How the save ended. In several homes none names it or removes an older one before all have committed it."""
+        if self.shelf is None:
+            of_first: Ended = self.ranks.broadcast(ended)
+            return of_first
+        everyones: list[Ended] = self.ranks.gather(ended)
+        failed = next((one for one in everyones if one.failure is not None), None)
+        going = self.ranks.on_first(self._superfluous) if failed is None else [flight.folder.name]
+        try:
+            self.shelf.sharing.on_leaders(lambda: self._follow(None if failed else flight.folder.name, going))
+        except OSError as error:
+            return replace(failed or everyones[0], notes=(f"warning: behind the save of step {flight.step}: {error}",))
+        return everyones[0] if failed is None else failed
+
     def _end(self, flight: Flight, everyones: list[Written]) -> Job[Ended]:
-        """The first rank's work behind that of all: the commit, or taking away what is not whole."""
+        """What is done once in a folder behind all ranks' writing: the commit, or taking away what is not whole."""
         failures = [
             written.failure if rank == 0 else f"rank {rank}: {written.failure}"
             for rank, written in enumerate(everyones)
             if written.failure is not None
         ]
         files = {name: receipt for written in everyones for name, receipt in sorted(written.files.items())}
-        if not self.ranks.is_first:
+        if failures:
+            work = partial(self._discard, flight, failures[0])
+        elif self.shelf is None:
+            work = partial(self._commit, flight, manifest_of(dict(sorted(files.items()))))
+        else:  # all ranks bring to where they are to lie the files that they have written
+            work = partial(self._commit_part, flight, self.shelf, [written.files for written in everyones])
+            return Job(work, in_thread=flight.in_thread)
+        if not self._leads:
             return Job(Ended, in_thread=False)
-        work = partial(self._discard, flight, failures[0]) if failures else partial(self._commit, flight, files)
         return Job(work, in_thread=flight.in_thread)
 
-    def _discard(self, flight: Flight, failure: str) -> Ended:
+    def _discard(self, flight: Flight, failure: str | None) -> Ended:
         started = time.perf_counter()
         shutil.rmtree(flight.partial, ignore_errors=True)
         return Ended(failure, time.perf_counter() - started)
 
-    def _commit(self, flight: Flight, files: dict[str, dict[str, int | str]]) -> Ended:
+    def _commit_part(self, flight: Flight, shelf: Shelf, written: list[dict[str, dict[str, int | str]]]) -> Ended:
+        started = time.perf_counter()
+        failure = None
+        try:
+            manifest = shelf.settle(flight.partial, written)
+        except OSError as error:
+            failure = str(error)
+        if not self._leads:
+            return Ended(failure, time.perf_counter() - started)
+        if failure is not None or manifest is None:
+            return self._discard(flight, failure)
+        ended = self._commit(flight, manifest)
+        return replace(ended, seconds=time.perf_counter() - started)
+
+    def _commit(self, flight: Flight, manifest: dict[str, Any]) -> Ended:
         started, aside, final = time.perf_counter(), flight.partial, flight.folder
         try:
-            for folder in {(aside / name).parent for name in files}:
+            for folder in {(aside / name).parent for name in manifest["files"]}:
                 sync_folder(folder)
             # No newline behind the last brace: cut by one byte, it is no JSON any more.
-            write_text(aside / "manifest.json", json.dumps(manifest_of(dict(sorted(files.items()))), indent=2))
+            write_text(aside / "manifest.json", json.dumps(manifest, indent=2))
             if final.exists():  # a run resumed from before it, saving the same step again
                 shutil.rmtree(final)
             aside.rename(final)
             sync_folder(self.folder)
-            write_text(self.folder / "latest", final.name + "\n")
+            if self.shelf is None:
+                write_text(self.folder / "latest", final.name + "\n")
         except OSError as error:
             if aside.exists():
                 return self._discard(flight, why(error, aside / "manifest.json"))
@@ -277,23 +317,36 @@ class Checkpoints:
             "is kept to be looked at, beside the last healthy checkpoint, and no run will resume from it"
         ]  # fmt: skip
         try:
-            self._prune()
+            if self.shelf is None:
+                self._prune(self._superfluous())
         except OSError as error:
             notes.append(f"warning: step {flight.step} is saved, but an older checkpoint could not be removed: {error}")
         return Ended(None, time.perf_counter() - started, tuple(notes))
 
-    def _prune(self) -> None:
+    def _superfluous(self) -> list[str]:
+        """The names of checkpoints that nothing keeps."""
         checkpoints = list_checkpoints(self.folder)
         reasons = self.retention.reasons([saved(path) for path in checkpoints])
-        for path in checkpoints:
-            if not reasons[step_of(path)]:
-                remove(path)
+        return [path.name for path in checkpoints if not reasons[step_of(path)]]
+
+    def _prune(self, names: list[str]) -> None:
+        for name in names:
+            if (self.folder / name).exists():
+                remove(self.folder / name)
+
+    def _follow(self, named: str | None, going: list[str]) -> None:
+        """Behind the commit of all homes, in each: have `latest` name the checkpoint if it holds any, then prune."""
+        if named is not None and (self.folder / named).exists():
+            write_text(self.folder / "latest", named + "\n")
+        self._prune(going)
 
     def load(self, path: Path, engine: TrainingEngine) -> TrainState:
         """Put a checkpoint of this run (see `choose`) into the engine, and return the state it describes.
 
         One of other ranks or another ZeRO stage is converted, and that is said.
         """
+        if self.shelf is not None and engine.lies_otherwise(path / "engine"):
+            path = self.shelf.take_all()
         with one_ranks_fault():  # each reads files of its own
             try:
                 written = engine.load(path / "engine")

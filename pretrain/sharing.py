@@ -12,6 +12,7 @@ import platform
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -158,3 +159,9 @@ def clear_marks(path: Path) -> None:
     for mark in path.glob(".seen-*"):
         if time.time() - mark.stat().st_mtime > STALE_SECONDS:
             mark.unlink(missing_ok=True)
+
+
+def drop_if_empty(path: Path) -> None:
+    """Remove the folder that `discover` made for a run that cannot begin."""
+    with suppress(OSError):  # it holds something
+        path.rmdir()

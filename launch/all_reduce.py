@@ -16,7 +16,7 @@ import sys
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     import torch
@@ -182,9 +182,8 @@ def main() -> None:
         ranks[receiver] = (local_rank, process)
     deadline = time.monotonic() + 4 * ask["seconds"]
     results = []
-    ready: list[Any]
     while ranks and (ready := wait(list(ranks), max(deadline - time.monotonic(), 0))):
-        for pipe in ready:
+        for pipe in cast(list[Connection], ready):
             local_rank, process = ranks.pop(pipe)
             try:
                 results.append(pipe.recv())

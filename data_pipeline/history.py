@@ -126,9 +126,7 @@ class History:
         """A recipe's stages for the present order; its windows are of `seq_len` tokens. None where there are none."""
         sample, token = self.position()
         begun = max((number for number, (start, _) in enumerate(mixture) if start <= token), default=0)
-        return [
-            Stage(sample + max(0, -(-(start - token) // seq_len)), weights) for start, weights in mixture[begun:]
-        ]
+        return [Stage(sample + max(0, -(-(start - token) // seq_len)), weights) for start, weights in mixture[begun:]]
 
     def begin(self, streams: Mapping[str, str], seq_len: int, packing: str) -> Begin | None:
         """Where the present order begins, of these sources; None with the run's first sample."""

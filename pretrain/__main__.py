@@ -46,8 +46,8 @@ Changes = Annotated[
     typer.Option(
         "--change",
         metavar="NAME",
-        help="Let a resume change it from here on: global_batch_size, seq_len, data or model. May be repeated, and stay "
-        "in the command.",
+        help="Let a resume have another global_batch_size, seq_len, data or model from here on. May be repeated; may "
+        "stay in the command.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
@@ -74,7 +74,8 @@ class _Kind(StrEnum):
     "  python -m pretrain plan pretrain/recipes/mini.toml --device-memory auto\n"
     "  python -m pretrain plan pretrain/recipes/0.5b.toml --presets\n"
     "  python -m pretrain plan pretrain/recipes/0.5b.toml --set deepspeed.config=ds_configs/zero3.json --json\n"
-    "  python -m pretrain plan recipe.toml --check-data"
+    "  python -m pretrain plan recipe.toml --check-data\n"
+    "  python -m pretrain plan pretrain/recipes/mini.toml --run runs/mini --world-size 4"
 )
 def plan(
     recipe: Recipe,
@@ -107,6 +108,11 @@ def plan(
             help="Also open data, tokenizer and initial_weights, as a run would: mixture, epochs, what packing cuts.",
         ),
     ] = False,
+    directory: Annotated[
+        Path | None, typer.Option("--run", metavar="DIR", help="Also what a run there would resume from, or why not.")
+    ] = None,
+    resume: Annotated[str, typer.Option(metavar="auto|never|PATH", help="With --run: as in run.")] = "auto",
+    change: Changes = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
@@ -119,6 +125,8 @@ def plan(
 
     if presets and (device_memory, device, fit, force, check_data, world_size) != (None, None, False, False, False, 1):
         raise RecipeError("--presets goes over devices and ranks by itself: leave out all but RECIPE, --set and --json")
+    if directory is None and (resume != "auto" or change):
+        raise RecipeError("--resume and --change are of a run: add --run DIR, or leave them out")
     if fit and device_memory is None:
         raise RecipeError("--fit needs a device to fit: add --device-memory SIZE, or --device-memory auto")
     kind: Literal["cpu", "cuda"] = "cpu" if device is _Kind.CPU else "cuda"
@@ -171,7 +179,28 @@ def plan(
         lines += ["", *reading.lines()]
         lines += ["", f"packing {packing}, an epoch of each source:"]
         lines += [f"  {name}: {one.to_text()}" for name, one in figures.items()]
+    refused: str | None = None
+    if directory is not None:
+        from data_pipeline.shards import DataFormatError
+        from pretrain.changes import check_names
+        from pretrain.resuming import preview, preview_text
+        from pretrain.run_directory import CheckpointError, RunDirectory
+        from pretrain.train import Inputs
+        from tokenizer.codec import TokenizerError
+
+        try:
+            found = preview(
+                RunDirectory(directory).checkpoints, resume,
+                lambda computed: Inputs.check(config, world_size, computed).identity, check_names(change or ()),
+            )  # fmt: skip
+            report["resume"] = found
+            lines += ["", f"resume            {preview_text(found, world_size, made.stage)}"]
+        except (CheckpointError, DataFormatError, TokenizerError, RecipeError) as error:
+            refused = str(error)
+            report["resume"] = {"refused": refused}
     print(json.dumps(report, indent=2) if as_json else "\n".join(lines))
+    if refused is not None:
+        raise typer.Exit(_complain(refused))
     if made.verdict is not None and memory is not None:
         message = too_big(config, world_size, memory, made.verdict.need, compute)
         if message is not None and not force:
@@ -221,8 +250,10 @@ def run(
     SIGTERM, SIGUSR1, Ctrl-C, --max-minutes or a file named stop in the run directory: it saves and stops, with code 0.
     """
     from pretrain.keeper import keep
+    from pretrain.mpi import adopt_names
     from pretrain.stopping import LAUNCHERS_GRACE_SECONDS, Deadline, StopRequest
 
+    adopt_names(os.environ)
     begun_at = time.time() if started_at is None else started_at
     path = directory or Path("runs") / recipe.stem
     launched = "LOCAL_RANK" in os.environ

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.history import History
 from pretrain.changes import refuse_other
-from pretrain.checkpoint import list_checkpoints, read_json, refuse_part, refuse_unhealthy, verify
+from pretrain.checkpoint import (
+    list_checkpoints,
+    read_json,
+    read_manifest,
+    refuse_part,
+    refuse_unhealthy,
+    step_of,
+    verify,
+)
+from pretrain.config import Compute
 from pretrain.run_directory import CheckpointError
 
 SPREAD = ("world_size", "zero_stage")  # of a run's identity: how its state is spread, not what it is
@@ -34,13 +44,64 @@ def choose(
     one), or a path: that checkpoint, unless the run has gone on from it already; then the run's newest, or, for an
     older one of its own, CheckpointError. CheckpointError too where the chosen one is another run's or other ranks'.
     """
+    chosen = _chosen(folder, resume, lambda: newest_whole(folder, say), _refuse_unfit)
+    if chosen is not None:
+        refuse_other_run(chosen, identity, changes)
+    return chosen
+
+
+def preview(
+    folder: Path, resume: str, identity: Callable[[Compute], Mapping[str, Any]], changes: Collection[str] = ()
+) -> dict[str, Any] | None:
+    """What `choose` would choose, JSON-able; None for a fresh start. In a moment: sizes are compared, no hashes.
+
+    Nothing is renamed. `identity` is this run's where "auto" computes in what it is given. CheckpointError as there.
+    """
+    chosen = _chosen(folder, resume, lambda: _newest_by_size(folder), _refuse_by_size)
+    if chosen is None:
+        return None
+    told: dict[str, Any] = {"checkpoint": str(chosen), "global_step": step_of(chosen)}
+    if "state.json" not in read_manifest(chosen)["files"]:  # another machine's part of it has it
+        return told
+    stored = read_json(chosen / "state.json")
+    ours = identity(stored["precision"]["compute"])
+    made = refuse_other_run(chosen, ours, changes).made_at(stored["global_step"])
+    return {
+        **told,
+        "tokens_seen": stored["tokens_seen"],
+        "written_by": {name: stored[name] for name in SPREAD},
+        "converted": converted_from(chosen, ours) is not None,
+        "changes": [] if made is None else list(made.changed),
+    }
+
+
+def preview_text(found: Mapping[str, Any] | None, world_size: int, zero_stage: int) -> str:
+    """What `preview` found, for people; the run is of these ranks, under this ZeRO stage."""
+    if found is None:
+        return "nothing there: it begins at step 0"
+    words = [f"{found['checkpoint']}, step {found['global_step']:,}"]
+    if found.get("converted"):
+        earlier = found["written_by"]
+        words.append(
+            f"written by {earlier['world_size']} ranks under ZeRO-{earlier['zero_stage']}, converted for {world_size} "
+            f"under ZeRO-{zero_stage}"
+        )
+    for one in found.get("changes", []):
+        is_number = isinstance(one["to"], int | float)
+        words.append(f"{one['name']} {one['from']} → {one['to']}" if is_number else f"other {one['name']}")
+    return "; ".join(words)
+
+
+def _chosen(
+    folder: Path, resume: str, newest: Callable[[], Path | None], refuse_unfit: Callable[[Path], None]
+) -> Path | None:
     if resume == "never":
         if list_checkpoints(folder):
             raise CheckpointError(
                 f"{folder} already holds checkpoints: choose another --run, or leave out --resume never"
             )
         return None
-    chosen = newest_whole(folder, say)
+    chosen = newest()
     if resume != "auto":
         wanted = Path(resume).resolve()
         if not any((wanted / name).exists() for name in ("manifest.json", "engine")):
@@ -48,9 +109,7 @@ def choose(
                 f"--resume {resume}: no checkpoint there; say auto, never, or the folder of a checkpoint, such as "
                 "runs/a/checkpoints/step-00001000"
             )
-        verify(wanted)
-        refuse_unhealthy(wanted)
-        refuse_part(wanted)
+        refuse_unfit(wanted)
         if not (wanted / "engine").is_dir():
             raise CheckpointError(
                 f"{wanted} holds weights without a state of training: to start from them, "
@@ -64,9 +123,31 @@ def choose(
             )
         if chosen is None:
             chosen = wanted
-    if chosen is not None:
-        refuse_other_run(chosen, identity, changes)
     return chosen
+
+
+def _refuse_unfit(path: Path) -> None:
+    verify(path)
+    refuse_unhealthy(path)
+    refuse_part(path)
+
+
+def _refuse_by_size(path: Path) -> None:
+    for name, record in read_manifest(path)["files"].items():
+        if not (path / name).is_file() or (path / name).stat().st_size != record["bytes"]:
+            raise CheckpointError(f"{path / name} is missing or has another size than was written")
+    refuse_unhealthy(path)
+
+
+def _newest_by_size(folder: Path) -> Path | None:
+    candidates = list_checkpoints(folder)
+    for path in reversed(candidates):
+        with suppress(CheckpointError):
+            _refuse_by_size(path)
+            return path
+    if candidates:
+        raise CheckpointError(_none_whole(folder, candidates))
+    return None
 
 
 def newest_whole(folder: Path, say: Callable[[str], None]) -> Path | None:
@@ -92,11 +173,15 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Path | None:
             set_aside(other, suffix)
         return path
     if candidates:
-        raise CheckpointError(
-            f"none of the {len(candidates)} checkpoints in {folder} is whole and healthy: restore one from a copy, "
-            "or start over with another --run"
-        )
+        raise CheckpointError(_none_whole(folder, candidates))
     return None
+
+
+def _none_whole(folder: Path, candidates: Sequence[Path]) -> str:
+    return (
+        f"none of the {len(candidates)} checkpoints in {folder} is whole and healthy: restore one from a copy, "
+        "or start over with another --run"
+    )
 
 
 def set_aside(path: Path, suffix: str) -> None:

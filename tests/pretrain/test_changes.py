@@ -333,7 +333,8 @@ def test_checkpoints_of_earlier_versions_can_be_changed(made: Made, other_collec
         (run / "recipe.toml").write_text(text)
         (change,) = refuse_other_run(checkpoint(run, 3), grown, ["data"]).changes
         begin = History((change,)).begin(grown["data"]["streams"], 64, "concat")
-        assert change.read is not None and begin is not None
+        assert change.read is not None
+        assert begin is not None
         assert (change.read.path is not None) == bool(given)
         assert (begin.given["code"] > 0, begin.given["chinese"]) == (bool(given), 0)
 

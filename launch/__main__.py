@@ -8,14 +8,17 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from launch.command import Where, prepare
+from launch.command import Launch, Where, prepare
 from launch.errors import LaunchError
-from launch.running import run as run_launch
+from launch.restarts import run as run_again
+from launch.restarts import start, wishes
 
 PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
 REPORT_COLUMNS = 160  # of a report that is no terminal's
@@ -84,6 +87,9 @@ def run(
         typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's value: --set schedule.peak_lr=3e-4."),
     ] = None,
     resume: Annotated[str, typer.Option("--resume", metavar="auto|never|PATH", help="As in pretrain run.")] = "auto",
+    change: Annotated[
+        list[str] | None, typer.Option("--change", metavar="NAME", help="As in pretrain run; may be repeated.")
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Start it although the memory plan says that it does not fit.")
     ] = False,
@@ -117,26 +123,34 @@ def run(
     started_at = time.time()
     if as_json and not dry_run:
         raise LaunchError("--json reports a --dry-run only: add --dry-run or leave it out")
-    launch = prepare(
-        recipe,
-        run_directory=run_directory,
-        where=Where(
-            ranks, hostfile, (), launcher, launcher_args, nodes, node_rank, master_addr, master_port, tuple(env or ())
-        ),
-        overrides=overrides or (),
-        resume=resume,
-        environ=os.environ,
-        check_data=not dry_run,
-        force=force,
-        max_minutes=max_minutes,
-        grace_seconds=grace_seconds,
-        timeout_minutes=timeout_minutes,
+    where = Where(
+        ranks, hostfile, (), launcher, launcher_args, nodes, node_rank, master_addr, master_port, tuple(env or ())
     )
+    hosts, limits = wishes(where, restarts, elastic)
+
+    def prepare_on(only: Sequence[str], again: bool) -> Launch:
+        return prepare(
+            recipe,
+            run_directory=run_directory,
+            where=replace(where, only=tuple(only)),
+            overrides=overrides or (),
+            resume="auto" if again and resume == "never" else resume,
+            changes=change or (),
+            environ=os.environ,
+            check_data=not dry_run,
+            force=force,
+            max_minutes=max_minutes,
+            grace_seconds=grace_seconds,
+            timeout_minutes=timeout_minutes,
+        )
+
+    launch = start(prepare_on, hosts, limits)
     if dry_run:
         print(json.dumps(launch.to_dict(), indent=2) if as_json else launch.to_text())
         return
     print(launch.to_text(), flush=True)
-    raise typer.Exit(run_launch(launch, os.environ, started_at))
+    code = run_again(prepare_on, launch, hosts, os.environ, started_at, restarts=restarts, elastic=limits)
+    raise typer.Exit(code)
 
 
 @app.command(
@@ -328,6 +342,41 @@ def check(
     else:
         report.print(Console(highlight=False, width=None if sys.stdout.isatty() else REPORT_COLUMNS))
     raise typer.Exit(2 if report.reasons else 0)
+
+
+@app.command(epilog="\b\nExamples:\n  python -m launch status runs/mini\n  python -m launch status runs/mini --json")
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+) -> None:
+    """How far a run is, how fast, whether it lives, which rank is late, how its ranks ended.
+
+    Exit 0 where it runs or has ended well, 1 where it failed or fell silent. It reads the run directory alone.
+    """
+    from launch.status import read
+
+    found = read(run)
+    print(json.dumps(found.to_dict(), indent=2) if as_json else found.to_text())
+    raise typer.Exit(1 if found.state in ("failed", "silent") else 0)
+
+
+@app.command(
+    epilog="\b\nExamples:\n  python -m launch stop runs/mini\n  python -m launch stop runs/mini --deadline 300"
+)
+def stop(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    deadline: Annotated[
+        float | None,
+        typer.Option("--deadline", min=0, metavar="SECONDS", help="Then end it at once. Absent: wait for it."),
+    ] = None,
+) -> None:
+    """Have a run save its last whole step and stop, and wait for that; Ctrl-C ends the waiting alone.
+
+    Exit 0 where it has stopped or finished, or was not running; 1 where it failed or had to be ended.
+    """
+    from launch.stop import stop as stop_run
+
+    raise typer.Exit(stop_run(run, deadline))
 
 
 @app.command(epilog="\b\nExamples:\n  python -m launch demo")

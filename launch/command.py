@@ -19,6 +19,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -132,6 +133,7 @@ def prepare(
     where: Where | None = None,
     overrides: Sequence[str],
     resume: str,
+    changes: Sequence[str] = (),
     environ: Mapping[str, str],
     check_data: bool = False,
     force: bool = False,
@@ -164,8 +166,10 @@ def prepare(
     plan = plan_recipe(
         recipe, world_size, overrides, check_data=check_data and own > 0, force=force,
         memory=("--device-memory", "auto") if own else (), ranks_here=own if hosts and own else None,
+        run=directory if own else None, resume=resume, changes=changes,
     )  # fmt: skip
     options = [word for override in overrides for word in ("--set", override)]
+    options += [word for name in changes for word in ("--change", name)]
     options += ["--force"] if force else []
     options += [word for option, given in limits.items() if given is not None for word in (option, f"{given:g}")]
     trained = [str(recipe), "--run", str(directory), "--resume", resume, *options]
@@ -325,7 +329,15 @@ def by_hand(
 def refuse_missing(launcher: str) -> None:
     """LaunchError where a program is not installed that has to start the ranks."""
     program = PROGRAMS[launcher]
-    if shutil.which(program) is None:
+    found = shutil.which(program)
+    if found is not None and launcher != "pdsh":
+        said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False).stdout
+        if ("Open MPI" in said) != (launcher == "openmpi"):
+            its = said.strip().partition("\n")[0]
+            raise LaunchError(
+                f"--launcher {launcher}: the mpirun on PATH is another one ({its}): put its first on PATH"
+            )
+    if found is None:
         raise LaunchError(
             f"{program} is not installed on this machine: apt-get install {PACKAGES[launcher]}, or give"
             "  the same command on each node with --node-rank"

@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,20 @@ def plan_recipe(
     ranks_here: int | None = None,
     run: Path | None = None,
     resume: str = "auto",
+    changes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The JSON of `pretrain plan`, run as a command of its own. LaunchError with its error line when it refuses.
 
     `memory` are its options that say what a rank has; this machine's, if nothing is said, shared by `ranks_here` ranks
-    (all of them, if that is not given). With a `run` directory it tells which checkpoint there would be gone on from.
+    (all of them, if that is not given). With a `run` directory it tells which checkpoint there would be gone on from,
+    and refuses what would be refused there, but for `changes`.
     """
     command = [sys.executable, "-m", "pretrain", "plan", str(recipe), "--json", "--world-size", str(world_size)]
     command += [*memory, *(["--force"] if force else [])]
     command += [word for override in overrides for word in ("--set", override)]
     command += ["--check-data"] if check_data else []
     command += [] if run is None else ["--run", str(run), "--resume", resume]
+    command += [] if run is None else [word for name in changes for word in ("--change", name)]
     # It is no rank: a RANK that something else left in the environment would silence it.
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     if ranks_here is not None:
@@ -65,5 +68,17 @@ def described(plan: dict[str, Any], ranks: int) -> list[tuple[str, str]]:
     if "data" in plan:
         lines.append(("data", f"{plan['data']['path']}, tokenizer {plan['data']['tokenizer']}"))
     if "resume" in plan:
-        lines.append(("checkpoint", str(plan["resume"] or "none: it begins at step 0")))
+        lines.append(("checkpoint", _resumed(plan["resume"])))
     return lines
+
+
+def _resumed(found: Mapping[str, Any] | None) -> str:
+    """What `plan` says of the checkpoint that the run would go on from."""
+    if found is None:
+        return "none: it begins at step 0"
+    words = [f"{found['checkpoint']}, step {found['global_step']:,}"]
+    if found.get("converted"):
+        earlier = found["written_by"]
+        words.append(f"converted from {earlier['world_size']} ranks under ZeRO-{earlier['zero_stage']}")
+    words += [f"other {one['name']}" for one in found.get("changes", [])]
+    return "; ".join(words)

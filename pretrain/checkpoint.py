@@ -114,13 +114,23 @@ def read_manifest(path: Path) -> dict[str, Any]:
     files, part = manifest.get("files"), manifest.get("part")
     if not isinstance(files, dict) or digest(files, part) != manifest.get("files_sha256"):
         raise CheckpointError(f"{path}/manifest.json is damaged")
+    elsewhere = {} if part is None else _elsewhere(part, path)
     home = os.path.realpath(path)
-    for name, record in files.items():
+    for name, record in [*files.items(), *elsewhere.items()]:
         if "\0" in name or not Path(os.path.realpath(path / name)).is_relative_to(home):
             raise CheckpointError(f"{path}/manifest.json names {name!r}, which is outside its folder: it is not used")
         if not isinstance(record, dict) or not isinstance(record.get("bytes"), int):
             raise CheckpointError(f"{path}/manifest.json is damaged")
     return manifest
+
+
+def _elsewhere(part: object, path: Path) -> dict[str, Any]:
+    """The files of a checkpoint that its part at `path` names and does not hold."""
+    kinds = {"number": int, "hosts": list, "elsewhere": dict}
+    if not isinstance(part, dict) or not all(isinstance(part.get(name), kind) for name, kind in kinds.items()):
+        raise CheckpointError(f"{path}/manifest.json is damaged")
+    found: dict[str, Any] = part["elsewhere"]
+    return found
 
 
 def verify(path: Path, on_bytes: Callable[[int], None] | None = None) -> None:

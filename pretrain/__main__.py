@@ -269,7 +269,12 @@ def run(
     for option, given in limits.items():
         if given is not None and not 0 < given < math.inf:
             raise RecipeError(f"{option} {given:g}: must be more than 0")
-    config = load_recipe(recipe, overrides or ())
+    try:
+        config = load_recipe(recipe, overrides or ())
+    except RecipeError as error:
+        if os.environ.get("LOCAL_RANK") == "0":
+            error.add_note("met by this machine, which reads a file of its own")
+        raise
     from pretrain.changes import check_names
 
     changes = check_names(change or ())
@@ -628,7 +633,8 @@ def _print_checkpoints(found: Sequence[Entry]) -> None:
         healthy = {True: "yes", False: "NO", None: "not recorded"}[one.healthy]
         kept = [*one.kept, *(["latest"] if one.latest else [])]
         written = one.written_at.replace("T", " ").removesuffix("+00:00")
-        table.add_row(str(one.step), size, written, *losses, healthy, one.state, ", ".join(kept))
+        files = one.state if one.part is None else f"{one.state}, part {one.part}"
+        table.add_row(str(one.step), size, written, *losses, healthy, files, ", ".join(kept))
     console = Console()
     console.width = max(console.width, 110)
     console.print(table)

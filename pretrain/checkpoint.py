@@ -162,10 +162,16 @@ def digest(files: Mapping[str, Any], part: Mapping[str, Any] | None = None) -> s
 
 def refuse_part(path: Path) -> None:
     """Raise CheckpointError where a checkpoint is a part of one, the rest of which other machines hold."""
-    part = read_manifest(path).get("part")
+    manifest = read_manifest(path)
+    part = which_part(manifest)
     if part is not None:
-        hosts = part["hosts"]
-        raise CheckpointError(f"{path} is part {part['number'] + 1} of {len(hosts)}, of {', '.join(hosts)}: {JOIN}")
+        raise CheckpointError(f"{path} is part {part}, of {', '.join(manifest['part']['hosts'])}: {JOIN}")
+
+
+def which_part(manifest: Mapping[str, Any]) -> str | None:
+    """ "1 of 2", of a part of a checkpoint; None of a whole one."""
+    part = manifest.get("part")
+    return None if part is None else f"{part['number'] + 1} of {len(part['hosts'])}"
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pretrain.checkpoint import list_checkpoints, measured_at, read_manifest, remove, saved, step_of, verify
+from pretrain.checkpoint import list_checkpoints, measured_at, read_manifest, remove, saved, step_of, verify, which_part
 from pretrain.retention import Reason, Retention
 from pretrain.run_directory import CheckpointError, RunDirectory, RunDirectoryError
 
@@ -34,6 +34,7 @@ class Entry:
     fault: str | None = None  # what is damaged
     latest: bool = False
     kept: tuple[Reason, ...] = ()
+    part: str | None = None  # "1 of 2" where other machines hold the rest of it
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.path.name, **{name: value for name, value in vars(self).items() if name != "path"}}
@@ -97,15 +98,17 @@ def _look(path: Path, latest: str | None) -> Entry:
     written = (path / "manifest.json").stat().st_mtime
     written_at = datetime.fromtimestamp(written, UTC).isoformat(timespec="seconds")
     try:
-        size = sum(record["bytes"] for record in read_manifest(path)["files"].values())
+        manifest = read_manifest(path)
+        size = sum(record["bytes"] for record in manifest["files"].values())
         measured = measured_at(path)
     except CheckpointError as error:
         return Entry(path, step_of(path), written_at, None, None, None, None, "damaged", str(error))
     loss, heldout_loss = (_number(measured.get(name)) for name in ("loss", "heldout_loss"))
     healthy = None if "healthy" not in measured else measured["healthy"] is True
     return Entry(
-        path, step_of(path), written_at, size, loss, heldout_loss, healthy, "unverified", latest=path.name == latest
-    )
+        path, step_of(path), written_at, size, loss, heldout_loss, healthy, "unverified",
+        latest=path.name == latest, part=which_part(manifest),
+    )  # fmt: skip
 
 
 def _number(value: object) -> float | None:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -444,7 +444,8 @@ def train(
     `kept`: this rank's keeper, where `launch run` started it.
     """
     device = pick_device(ranks.local_rank, ranks.accelerator)
-    inputs = Inputs.check(config, ranks.world_size, auto_compute(device))
+    with one_ranks_fault() if ranks.local_rank == 0 else nullcontext():  # each machine reads files of its own
+        inputs = Inputs.check(config, ranks.world_size, auto_compute(device))
     if config.compile:
         refuse_without_compiler(device)
     schedule = config.schedule
@@ -481,9 +482,7 @@ def train(
             )
         else:
             shelf = Shelf(directory.checkpoints, sharing, gathers=config.checkpoint.placement == "gathered")
-            attempt, resumed_from, initial = begin_attempts(
-                shelf, directory, inputs, resume, pids, report.say, changes
-            )
+            attempt, resumed_from, initial = begin_attempts(shelf, directory, inputs, resume, pids, report.say, changes)
         history = History.of(ranks.on_first(lambda: directory.attempts()[-1]["changes"]))
         inputs = inputs.behind(history)
         if kept is not None:

@@ -6,6 +6,7 @@ what somebody wanted to end: a signal, `launch stop`. How often at most, the cal
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
@@ -19,7 +20,7 @@ from launch.errors import LaunchError
 from launch.hosts import Host, read_hostfile
 from launch.remote import on_each
 from launch.running import run_once
-from launch.status import read, steps_made
+from launch.status import RESTARTING, read, steps_made
 
 PAUSE_SECONDS = 3.0  # before the next start: a machine that goes down takes its services with it one by one
 ANSWER_SECONDS = 15.0
@@ -50,8 +51,8 @@ def wishes(where: Where, restarts: int, elastic: str | None) -> tuple[tuple[Host
     if where.node_rank is not None and (restarts or elastic is not None):
         option = "--restarts" if restarts else "--elastic"
         raise LaunchError(
-            f"{option} is for one command that starts all nodes: with --node-rank, have what starts this command on each "
-            "node start it again, or add --hostfile and leave out --node-rank"
+            f"{option} is for one command that starts all nodes: with --node-rank, have what starts this command on "
+            "each node start it again, or add --hostfile and leave out --node-rank"
         )
     if elastic is None:
         return (), None
@@ -113,11 +114,18 @@ def run(
             return code
         failed_at = step
         _say(f"start {number + 1} of {restarts} again, behind code {code} at step {step}")
+        marker = launch.run_directory / RESTARTING
+        marker.write_text(json.dumps({"attempt": newest_attempt(launch.run_directory)}) + "\n")
         time.sleep(PAUSE_SECONDS)
         try:
             launch = start(prepare, hosts, elastic, again=True)
         except LaunchError as error:
+            marker.unlink()
             _say(f"error: it cannot start again: {error}")
+            return code
+        if (launch.run_directory / "stop").exists():
+            marker.unlink()
+            _say("not started again: it was asked to stop")
             return code
         print(launch.to_text(), flush=True)
     raise AssertionError("the last start returns")

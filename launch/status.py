@@ -11,6 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +23,10 @@ LATE_SECONDS = 15.0  # without a sign of life, or waiting for data while the oth
 SILENT_SECONDS = 60.0  # without a sign of any rank: it is gone
 SIGNS_MISSED = 5  # at least; where many ranks share a file system, each gives one less often
 RECENT_STEPS = 20  # whose mean is the rate
+RESTARTING = "restarting"  # a file in the run directory: `launch run` is about to start it again
+RESTART_SECONDS = 600.0  # so long that is believed
 METRICS_BYTES = 64 * 2**10  # of the end of metrics.jsonl, which hold as many
+LIVES = ("starting", "running", "restarting")
 ENDED = ("stopped", "finished", "failed")
 
 
@@ -52,7 +56,7 @@ class Status:
     """A run's last attempt."""
 
     run: Path
-    state: str  # starting, running, stopped, finished, failed, or silent: it said nothing of its end
+    state: str  # starting, running, restarting, stopped, finished, failed, or silent: it said nothing of its end
     attempt: int
     world_size: int
     started_at: str
@@ -68,7 +72,7 @@ class Status:
 
     @property
     def lives(self) -> bool:
-        return self.state in ("starting", "running")
+        return self.state in LIVES
 
     @property
     def late(self) -> tuple[RankStatus, ...]:
@@ -150,8 +154,10 @@ def read(run: Path, now: float | None = None) -> Status:
     seconds = sum(one["step_seconds"] for one in steps)
     tokens = sum(one["tokens_per_second"] * one["step_seconds"] for one in steps)
     max_steps = said.get("max_steps")
-    lives = state in ("starting", "running")
-    ranks = ranks if lives else tuple(replace(one, late=None) for one in ranks)
+    if state == "failed" and _restarts(run / RESTARTING, last["attempt"], now):
+        state = "restarting"
+    if state not in ("starting", "running"):
+        ranks = tuple(replace(one, late=None, state=one.state if one.ended else "no receipt") for one in ranks)
     receipts = [_json(path, default={}) for path in sorted((run / "receipts").glob("rank-*.json"))]
     return Status(
         run=run,
@@ -164,11 +170,20 @@ def read(run: Path, now: float | None = None) -> Status:
         max_steps=max_steps,
         loss=steps[-1]["loss"] if steps else None,
         tokens_per_second=tokens / seconds if seconds else None,
-        seconds_left=(max_steps - step) * seconds / len(steps) if lives and steps and max_steps else None,
+        seconds_left=(max_steps - step) * seconds / len(steps) if state == "running" and steps and max_steps else None,
         sign_seconds=min(ages, default=None),
         ranks=ranks,
         resume=next((one["resume"] for one in receipts if one.get("resume")), None),
     )
+
+
+def _restarts(marker: Path, attempt: int, now: float) -> bool:
+    """Whether `launch run` said, not long ago, that it starts the run again behind this attempt."""
+    if _json(marker, default={}).get("attempt") != attempt:
+        return False
+    with suppress(OSError):
+        return now - marker.stat().st_mtime < RESTART_SECONDS
+    return False
 
 
 def _state(said: str, ranks: tuple[RankStatus, ...], *, silent: bool) -> str:

@@ -35,13 +35,13 @@ def stop(run: Path, deadline_seconds: float | None) -> int:
     if not first.lives:
         return _not_running(first, deadline_seconds)
     (run / "stop").touch()
-    _say(f"asked {run} to save and stop, at step {first.step:,}")
+    _say(f"asked {run}, {first.state}, to save and stop, at step {first.step:,}")
     began, told, told_at, ended_at = time.monotonic(), "", 0.0, None
     while True:
         status, now = read(run), time.monotonic()
-        if status.attempt != first.attempt:
-            _say(f"{run} has begun another attempt meanwhile, the {status.attempt}th: ask again to stop that")
-            return 1
+        if status.attempt != first.attempt:  # begun by --restarts meanwhile: it hears of no earlier wish
+            first = status
+            (run / "stop").touch()
         if not status.lives:
             ended_at = ended_at or now
             if all(one.ended for one in status.ranks) or now > ended_at + RECEIPT_SECONDS:

@@ -25,13 +25,14 @@ from data_pipeline.recorded_run import read_run
 from data_pipeline.shards import DataFormatError
 from data_pipeline.steps import Steps
 from pretrain.changes import check_names
-from pretrain.config import RecipeError, parse_recipe
+from pretrain.config import RecipeError, parse_recipe, to_toml
 from pretrain.engine import process_group
 from pretrain.metrics import Report, all_records
 from pretrain.resuming import choose, refuse_other_run
 from pretrain.run_directory import CheckpointError
 from pretrain.runtime import Ranks
 from pretrain.train import Inputs, StepResult, train_step
+from tests.command_line import run_command
 from tests.pretrain.test_ramp import checkpoint, short, state_of
 from tests.pretrain.test_resume import tensors_of
 from tests.ranks import run_ranks
@@ -377,3 +378,41 @@ def test_data_that_moved_or_changed_since_are_told_of(made: Made, other_collecti
         moved.rename(other_collection)
         environment.write_text(text)
     assert all(reads)
+
+
+def test_a_plan_and_a_dry_run_tell_what_would_be_resumed(made: Made, tmp_path: Path) -> None:
+    """Nothing is hashed or renamed: a checkpoint cut short is passed over, one with a flipped bit is not noticed."""
+    recipe, run = tmp_path / "recipe.toml", tmp_path / "run"
+    recipe.write_text(to_toml(parse_recipe(with_values(made.tables[-1], batch={"global_batch_size": 16}))))
+    for name in ("checkpoints/step-00000008", "checkpoints/step-00000010"):
+        shutil.copytree(made.path / name, run / name)
+    weights = checkpoint(run, 10) / "weights.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    plan = ["plan", recipe, "--world-size", "1", "--json", "--run", run]
+    change, expected = ["--change", "global_batch_size"], {"name": "global_batch_size", "from": 12, "to": 16}
+    done = run_command("pretrain", *plan, *change)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["resume"] == {
+        "checkpoint": str(checkpoint(run, 10)), "global_step": 10,
+        "tokens_seen": state_of(run, 10)["tokens_seen"], "written_by": {"world_size": 2, "zero_stage": 2},
+        "converted": True, "changes": [expected],
+    }  # fmt: skip
+    done = run_command("pretrain", *plan)
+    refused = json.loads(done.stdout)["resume"]["refused"]
+    assert (done.returncode, done.stderr) == (2, f"error: {refused}\n")
+    assert refused.endswith("from step 10 on: --change global_batch_size")
+    weights.write_bytes(content[:-1])
+    launch = ["run", recipe, "--ranks", "1", "--run", run, "--dry-run"]
+    done = run_command("launch", *launch, *change, "--change", "seq_len", "--change", "data")  # step 8 read others
+    assert done.returncode == 0
+    assert (
+        f"{checkpoint(run, 8)}, step 8; converted from 2 ranks under ZeRO-2; other seq_len; other data" in done.stdout
+    )
+    assert "--change global_batch_size --change seq_len --change data" in done.stdout
+    shutil.rmtree(run)
+    done = run_command("pretrain", *plan, "--change", "batch")
+    assert (done.returncode, json.loads(done.stdout)["resume"]["refused"].startswith("--change batch: ")) == (2, True)
+    done = run_command("pretrain", *plan, *change)
+    assert (done.returncode, json.loads(done.stdout)["resume"]) == (0, None)

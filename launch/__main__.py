@@ -227,6 +227,9 @@ def slurm(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's value: --set schedule.peak_lr=3e-4."),
     ] = None,
+    change: Annotated[
+        list[str] | None, typer.Option("--change", metavar="NAME", help="As in pretrain run; may be repeated.")
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Write it although the memory plan says that it does not fit.")
     ] = False,
@@ -262,6 +265,7 @@ def slurm(
         run_directory,
         request,
         overrides=overrides or (),
+        changes=change or (),
         device_memory=device_memory,
         check_data=check_data,
         force=force,

@@ -135,22 +135,26 @@ def prepare_script(
     request: Request,
     *,
     overrides: Sequence[str],
+    changes: Sequence[str] = (),
     device_memory: str | None,
     check_data: bool,
     force: bool,
 ) -> str:
     """Plan the recipe for the job's ranks, and give the script that runs it from the working directory.
 
-    LaunchError: the recipe's own error line (it does not divide, does not fit `device_memory`, lacks its data), or what
-    is wrong with the request.
+    LaunchError: the recipe's own error line (it does not divide, does not fit `device_memory`, lacks its data, would
+    not resume what is in `run`), or what is wrong with the request.
     """
     request.check()
     memory = ["--device", "cuda" if request.on_gpus else "cpu"]
     memory += ["--device-memory", device_memory] if device_memory is not None else []
     if device_memory == "auto":
         raise LaunchError("--device-memory auto would be this machine's: give the SIZE a rank will have, as in 80GB")
-    plan = plan_recipe(recipe, request.ranks, overrides, check_data=check_data, force=force, memory=memory)
+    plan = plan_recipe(
+        recipe, request.ranks, overrides, check_data=check_data, force=force, memory=memory, run=run, changes=changes
+    )
     arguments = [word for override in overrides for word in ("--set", override)]
+    arguments += [word for name in changes for word in ("--change", name)]
     arguments += ["--force"] if force else []
     return script(recipe, run, request, plan, directory=Path.cwd(), python=sys.executable, arguments=tuple(arguments))
 
@@ -248,7 +252,7 @@ def head(recipe: Path, run: Path, request: Request, plan: Mapping[str, Any], sec
             "world size",
             f"{request.ranks} = {request.nodes} × {request.per_node} {'GPUs' if request.on_gpus else 'CPU ranks'}",
         ),
-        *described(dict(plan), request.ranks),
+        *described({name: value for name, value in plan.items() if name != "resume"}, request.ranks),
         ("to save", f"{size:.2f} GB, for which the ranks have {seconds} s before the time limit"),
         ("submit", "sbatch THIS-FILE"),
         ("watch", f"squeue --me; tail -f {shlex.quote(str(logs))}/slurm-JOB.log; the ranks' own logs stand beside it"),

@@ -340,10 +340,9 @@ def launch_slurm(*arguments: object) -> subprocess.CompletedProcess[str]:
     return run_command("launch", "slurm", *arguments)
 
 
-def test_the_verb_plans_for_all_ranks_and_writes(tmp_path: Path, collection: Path, tokenizer: Path) -> None:
-    data = ("--set", f"data.path={collection}", "--set", f"data.tokenizer={tokenizer}")
+def test_the_verb_plans_for_all_ranks_and_writes(tmp_path: Path) -> None:
     recipe, run, output = "pretrain/recipes/debug.toml", tmp_path / "run", tmp_path / "job.sbatch"
-    options = ("--nodes", "2", "--ranks-per-node", "2", "--run", run, *data)
+    options = ("--nodes", "2", "--ranks-per-node", "2", "--run", run, "--change", "data", "--no-check-data")
     done = launch_slurm(recipe, *options, "--device-memory", "16GB", "--output", output)
     assert (done.returncode, done.stderr) == (0, "")
     written = output.read_text()
@@ -351,6 +350,7 @@ def test_the_verb_plans_for_all_ranks_and_writes(tmp_path: Path, collection: Pat
     assert "fits: a rank needs " in written
     assert f"cd -- {shlex.quote(str(root()))}\n" in written
     assert f"{shlex.quote(sys.executable)} -m pretrain run {recipe} --run" in written
+    assert "--change data ||" in written
     assert (run / "logs").is_dir()
     assert refused(written) == ""
 

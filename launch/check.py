@@ -29,7 +29,7 @@ from launch.remote import Answer, run_on
 from launch.rows import CHECKS, Asked, Facts, Report, Row
 
 FACTS_SECONDS = 120.0
-MEET_SECONDS = 15.0
+MEET_SECONDS = 20.0
 WRITE_BYTES = 256 * 2**20
 SUM_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 LOOKED_AT = ("DS_ACCELERATOR", "GLOO_SOCKET_IFNAME")  # of this machine's environment, by the checks themselves
@@ -112,7 +112,8 @@ class _Check:
         self.asked, self.overrides, self.skip, self.seconds = asked, overrides, skip, seconds
         token = secrets.token_hex(4)
         self.marks = {name: f".zerohalf-check-{token}-{number}" for number, name in enumerate(asked.names)}
-        self.rows: list[Row] = []
+        self.reached = Row("reachable")
+        self.rows = [self.reached]
 
     def report(self) -> Report:
         facts = self._facts()
@@ -141,7 +142,7 @@ class _Check:
         }
         names = self.asked.names
         answers = self._ask(names, {name: {**question, **self._place(name)} for name in names}, FACTS_SECONDS)
-        row, facts = Row("reachable"), {}
+        row, facts = self.reached, {}
         for name, answer in answers.items():
             if answer.unreachable is not None:
                 said = answer.unreachable
@@ -155,7 +156,6 @@ class _Check:
             else:
                 row.ok(name, "yes")
                 facts[name] = _said(answer)
-        self.rows.append(row)
         return facts
 
     def _judge_facts(self, facts: Facts) -> None:
@@ -194,6 +194,9 @@ class _Check:
         answers = self._ask(facts, questions, 2 * MEET_SECONDS)
         answered_at = time.time()
         met = {name: _said(answer) for name, answer in answers.items() if answer.ok}
+        for name, answer in answers.items():
+            if not answer.ok:
+                self.reached.fail(name, "lost", f"{name} was reached, and then it was not: {answer.reason()}")
         self.rows += [
             path_checks.sharing(asked, self.marks, met),
             network_checks.routes(asked, facts, met),

@@ -17,7 +17,8 @@ BUSY_FRACTION = 0.05  # of a GPU's memory that someone else holds
 
 def machines(asked: Asked, facts: Facts) -> Row:
     """Each name a machine of its own."""
-    row, seen = Row("machine"), dict[str, str]()
+    row = Row("machine")
+    seen: dict[str, str] = {}
     for node, fact in facts.items():
         twin = seen.setdefault(fact["machine"], node)
         if twin == node:
@@ -44,13 +45,14 @@ def code(asked: Asked, facts: Facts) -> Row:
             f"{', '.join(commits)}): bring both to one commit, or copy the folder"
         )
 
-    row = agreement("code", {node: tuple(sorted(fact["files"].items())) for node, fact in facts.items()}, reason)
+    have = {node: tuple(sorted(fact["files"].items())) for node, fact in facts.items() if fact["files"]}
+    row = agreement("code", have, reason)
     for node, fact in facts.items():
-        level, _ = row.cells[node]
-        changed = f" + {len(fact['changed'])} changed" if fact["changed"] else ""
-        row.cells[node] = (level, (fact["commit"] or "no commit")[:9] + changed)
-        if not fact["files"]:
+        if node not in have:
             row.fail(node, "none", f"{node} has no code of ours in the folder of this command: copy it there")
+            continue
+        changed = f" + {len(fact['changed'])} changed" if fact["changed"] else ""
+        row.cells[node] = (row.cells[node][0], (fact["commit"] or "no commit")[:9] + changed)
     return row
 
 
@@ -112,92 +114,87 @@ def devices(asked: Asked, facts: Facts) -> Row:
         node: expected([gpu["name"] for gpu in fact["gpus"]]) if fact["gpus"] else None for node, fact in facts.items()
     }
     usual = expected(list(kinds.values())) if kinds else None
-    for host in (host for host in asked.hosts if host.name in facts):
-        fact = facts[host.name]
+    for node, slots, fact in asked.answers(facts):
         if asked.device == "cpu":
-            if fact["cores"] < host.slots:
+            if fact["cores"] < slots:
                 row.warn(
-                    host.name,
+                    node,
                     f"{fact['cores']} cores",
-                    f"{host.name} has {fact['cores']} cores for {host.slots} ranks: they take turns",
+                    f"{node} has {fact['cores']} cores for {slots} ranks: they take turns",
                 )
             else:
-                row.ok(host.name, f"{fact['cores']} cores")
+                row.ok(node, f"{fact['cores']} cores")
             continue
-        gpus, shown = fact["gpus"], f"{len(fact['gpus'])} × {kinds[host.name]}"
-        taken = [
-            gpu for gpu in gpus[: host.slots] if (gpu["used_bytes"] or 0) > BUSY_FRACTION * (gpu["total_bytes"] or 1)
-        ]
+        gpus, shown = fact["gpus"], f"{len(fact['gpus'])} × {kinds[node]}"
+        taken = [gpu for gpu in gpus[:slots] if (gpu["used_bytes"] or 0) > BUSY_FRACTION * (gpu["total_bytes"] or 1)]
         if "gpus_error" in fact:
-            row.fail(host.name, "no answer", f"{host.name}: {fact['gpus_error']}: see to its driver")
-        elif len(gpus) < host.slots:
+            row.fail(node, "no answer", f"{node}: {fact['gpus_error']}: see to its driver")
+        elif len(gpus) < slots:
             row.fail(
-                host.name,
+                node,
                 f"{len(gpus)} GPUs",
-                f"{host.name} has {len(gpus)} GPUs for {host.slots} ranks: lower its "
+                f"{node} has {len(gpus)} GPUs for {slots} ranks: lower its "
                 "slots, or set DS_ACCELERATOR=cpu to train on CPUs",
             )
-        elif kinds[host.name] != usual:
+        elif kinds[node] != usual:
             row.warn(
-                host.name,
+                node,
                 shown,
-                f"{host.name} has {kinds[host.name]}, most nodes have {usual}: all wait for the "
+                f"{node} has {kinds[node]}, most nodes have {usual}: all wait for the "
                 "slowest, and the one with the least memory decides",
             )
         elif taken:
             held = ", ".join(f"GPU {gpu['index']} {size(gpu['used_bytes'])}" for gpu in taken)
             row.warn(
-                host.name,
+                node,
                 f"{shown}, {len(taken)} in use",
-                f"{host.name}: someone else holds memory of {held}: see nvidia-smi there",
+                f"{node}: someone else holds memory of {held}: see nvidia-smi there",
             )
         else:
-            row.ok(host.name, shown)
+            row.ok(node, shown)
     return row
 
 
 def memory(asked: Asked, facts: Facts, need: int | None) -> Row:
     """What is free for a rank now, against the bytes that the plan says a rank needs."""
     row = Row("free memory")
-    for host in (host for host in asked.hosts if host.name in facts):
-        fact = facts[host.name]
-        share = fact["available_bytes"] // host.slots
+    for node, slots, fact in asked.answers(facts):
+        share = fact["available_bytes"] // slots
         text, what = f"{size(share)} a rank", "main memory"
         if asked.device == "cuda":
             free = [
                 gpu["total_bytes"] - gpu["used_bytes"]
-                for gpu in fact["gpus"][: host.slots]
+                for gpu in fact["gpus"][:slots]
                 if gpu["total_bytes"] is not None and gpu["used_bytes"] is not None
             ]
             if not free:
-                row.skip(host.name, "not told")
+                row.skip(node, "not told")
                 continue
             share, what = min(free), "GPU memory"
             text = f"{size(share)} a GPU"
         if need is not None and need > share:
             row.fail(
-                host.name,
+                node,
                 text,
-                f"{host.name} has {size(share)} of {what} free for a rank, the recipe needs "
+                f"{node} has {size(share)} of {what} free for a rank, the recipe needs "
                 f"{size(need)}: free it, or see `python -m pretrain plan RECIPE --device-memory {share // 10**6}MB "
                 "--fit` for what would fit",
             )
         else:
-            row.ok(host.name, text + (f" of {size(need)}" if need is not None else ""))
+            row.ok(node, text + (f" of {size(need)}" if need is not None else ""))
     return row
 
 
 def limits(asked: Asked, facts: Facts) -> Row:
     """Open files, and the shared memory that ranks of one node talk through."""
     row = Row("limits")
-    for host in (host for host in asked.hosts if host.name in facts):
-        fact, node = facts[host.name], host.name
+    for node, slots, fact in asked.answers(facts):
         files, shared = fact["open_files"], fact["shared_memory_bytes"]
         files_text = "no limit of files" if files < 0 else f"{files:,} files"
         text = files_text + ("" if shared is None else f", /dev/shm {size(shared)}")
         if 0 <= files < OPEN_FILES:
             row.warn(node, text, f"{node} allows {files:,} open files: `ulimit -n 65536` before the start there")
-        elif shared is not None and shared < SHARED_MEMORY_BYTES and host.slots > 1:
+        elif shared is not None and shared < SHARED_MEMORY_BYTES and slots > 1:
             row.warn(
                 node,
                 text,

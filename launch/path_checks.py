@@ -99,8 +99,7 @@ def disk(asked: Asked, facts: Facts) -> Row:
     row = Row("disk")
     whole = None if asked.plan is None else asked.plan["checkpoint"]["bytes"]
     grace = GRACE_SECONDS if asked.grace_seconds is None else asked.grace_seconds
-    for host in (host for host in asked.hosts if host.name in facts):
-        fact, node = facts[host.name], host.name
+    for node, slots, fact in asked.answers(facts):
         if not fact["written_bytes"] or not fact["write_seconds"]:
             row.skip(node, "not written")
             continue
@@ -109,9 +108,9 @@ def disk(asked: Asked, facts: Facts) -> Row:
         if whole is None:
             row.ok(node, text)
             continue
-        seconds = whole * host.slots / asked.ranks / speed
+        seconds = whole * slots / asked.ranks / speed
         text += f", {seconds:.1f} s a save" if seconds < 100 else f", {seconds / 60:.0f} min a save"
-        slow = f"{node} writes {size(speed)}/s, its part of a checkpoint of {size(whole)} takes {seconds:.0f} s"
+        slow = f"{node} writes {size(speed)}/s, its part of a checkpoint of {size(whole)} takes {seconds:.3g} s"
         if seconds <= grace:
             row.ok(node, text)
         elif asked.grace_seconds is None:

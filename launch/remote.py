@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 10
 KILL_SECONDS = 5  # between SIGTERM and SIGKILL
 OUTPUT_BYTES = 4 * 2**20  # of each stream; what comes behind it is read and dropped
-TIMED_OUT = 124  # what timeout(1) ends with
+TIMED_OUT = (124, 128 + 9)  # what timeout(1) ends with: after SIGTERM, after SIGKILL
 HERE = b"\x1ezerohalf\x1e\n"  # stands before the command's own output: it was reached, and profiles are done talking
 
 # A master connection of the user's own configuration is used where it is open; one made here would never close stderr.
@@ -155,7 +155,7 @@ class _Call:
         code = self.process.poll()
         stdout, stderr = self.output.text(), self.errors.text()
         noise, reached, stdout = stdout.partition(HERE.decode())
-        if code is None or (reached and code == TIMED_OUT):
+        if code is None or (reached and code in TIMED_OUT and time.monotonic() >= deadline):
             return Answer(None, stdout, stderr, f"no answer within {timeout:g} s")
         if not reached:
             said = stderr.strip().splitlines() or noise.strip().splitlines()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -54,6 +54,10 @@ class Asked:
     @property
     def ranks(self) -> int:
         return sum(host.slots for host in self.hosts)
+
+    def answers(self, facts: Facts) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
+        """(name, slots, facts) of each host that answered."""
+        yield from ((host.name, host.slots, facts[host.name]) for host in self.hosts if host.name in facts)
 
 
 @dataclass

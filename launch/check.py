@@ -222,7 +222,7 @@ class _Check:
             }  # fmt: skip
             before += host.slots
         source = Path(all_reduce.__file__).read_text(encoding="utf-8")
-        answers = self._run(source, questions, 5 * self.seconds)
+        answers = self._run(source, questions, 2 * self.seconds + 3 * all_reduce.END_SECONDS)
         ranks = {name: _said(answer) if answer.ok else answer.reason() for name, answer in answers.items()}
         return network_checks.all_reduce(asked, ranks, SUM_BYTES[asked.device])
 

@@ -13,6 +13,16 @@ from launch.probe import is_loopback
 from launch.rows import Asked, Facts, Row, size
 
 SKEW_WARNS, SKEW_FAILS = 1.0, 10.0  # seconds
+STAGES = {
+    "process": "as a process",
+    "store": "on its way to the first rank",
+    "group": "as the ranks connected with each other",
+    "sums": "in the sums",
+    "speed": "in the timed sums",
+    "end": "at the end",
+}
+INTERFACES = "name the interface with GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, and open all ports between the nodes"
+REMEDIES = {"store": f": {INTERFACES}", "group": f": {INTERFACES}"}
 
 
 def clock(asked: Asked, met: Facts, asked_at: float, answered_at: float) -> Row:
@@ -138,26 +148,24 @@ def all_reduce(asked: Asked, ranks: Mapping[str, Sequence[Mapping[str, Any]] | s
     )
     owners = [host.name for host in asked.hosts for _ in range(host.slots)]
     for node, said in ranks.items():
+        absent = [rank for rank in missing if owners[rank] == node]
         if isinstance(said, str):
-            row.fail(node, "failed", f"the ranks of {node} did not start: {said}")
+            never = f"rank {absent[0]} of {node} never came to {asked.address}:{asked.port}" if absent else ""
+            row.fail(node, "failed", f"{never or f'the ranks of {node} did not start'}: {said}")
             continue
         faulty = [one for one in said if one["fault"] is not None]
         wrong = [f"rank {one['rank']}: {what}" for one in said for what in one.get("wrong", ())]
-        absent = [rank for rank in missing if owners[rank] == node]
         if wrong:
             row.fail(
                 node,
                 "wrong sums",
-                f"sums are wrong on {node} ({'; '.join(wrong[:3])}): its network, its "
-                "memory or its driver changes data: take it out of the host file",
+                f"sums are wrong on {node} ({'; '.join(wrong[:3])}): the memory, network or driver of some node "
+                "changes data: check half of the hosts at a time to find which",
             )
         elif faulty:
-            one = faulty[0]
-            row.fail(
-                node,
-                f"rank {one['rank']} failed",
-                f"rank {one['rank']} on {node} failed ({STAGES[one['stage']]}): {one['fault']}",
-            )
+            number, stage, fault = (faulty[0][key] for key in ("rank", "stage", "fault"))
+            reason = f"rank {number} on {node} failed {STAGES[stage]} ({fault}){REMEDIES.get(stage, '')}"
+            row.fail(node, f"rank {number} failed", reason)
         elif absent:
             row.fail(node, "never came", f"rank {absent[0]} of {node} never came to {asked.address}:{asked.port}")
         elif missing:
@@ -166,16 +174,4 @@ def all_reduce(asked: Asked, ranks: Mapping[str, Sequence[Mapping[str, Any]] | s
             seconds = max(one["seconds"] for one in said)
             speed = bus_bandwidth(sum_bytes, seconds, asked.ranks)
             row.ok(node, f"{len(said)} right" + (f", {size(speed)}/s" if asked.ranks > 1 else ""))
-    if missing and not row.failed:
-        row.reasons.append(f"rank {missing[0]} of {owners[missing[0]]} never came to {asked.address}:{asked.port}")
     return row
-
-
-STAGES = {
-    "process": "as a process",
-    "store": "on its way to the first rank",
-    "group": "as the ranks connected with each other",
-    "sums": "in the sums",
-    "speed": "in the timed sums",
-    "end": "at the end",
-}

@@ -116,7 +116,7 @@ class Shelf:
             return None
         newest = self._newest_whole(names, say)
         if resume == "auto":
-            return None if newest is None else self._take(self.folder / newest)
+            return None if newest is None else self._take()
         wanted = Path(resume)
         fault = self._examine(wanted)
         if not any(held.every or held.fault for held in self._found):
@@ -136,8 +136,7 @@ class Shelf:
             )
         if newest is not None:
             self._examine(self.folder / newest)
-            wanted = self.folder / newest
-        return self._take(wanted)
+        return self._take()
 
     def _newest_whole(self, names: Sequence[str], say: Callable[[str], None]) -> str | None:
         aside: list[tuple[str, str]] = []
@@ -173,23 +172,22 @@ class Shelf:
                 self._found = [one if digest(one.every) == save else _Held() for one in self._found]
                 return held.fault
             absent = max(absent, held.homes - len(self.sharing.homes))
-            reason = f"{path} lacks {len(lacking)} of {len(held.every)} files, {lacking[0]} among them, on all machines"
+            count = f"{len(lacking)} of {len(held.every)} files"
+            reason = f"{path}: all machines together lack {count}, {lacking[0]} among them"
         for home, held in enumerate(self._found):
             if held.fault is not None:
                 return f"on {self.sharing.host(home)}: {held.fault}"
         if absent > 0:
-            raise CheckpointError(f"{reason}: {absent} more machines have parts of it: {JOIN}")
+            raise CheckpointError(f"{reason}; {absent} more had parts of it: {JOIN}")
         return reason
 
     # ---------------------------------------------------------------- fetching it
 
-    def _take(self, path: Path) -> Path:
-        assert path == self._examined
+    def _take(self) -> Path:
         return self._fetch([_read_by(ranks, self._every) for ranks in self.sharing.homes])
 
     def take_all(self) -> Path:
-        """The chosen checkpoint's folder at this home, now with all of the engine's files: for ranks that hold its
-        state otherwise than it was written."""
+        """The chosen checkpoint at this home, now with the engine's files of all ranks: they are to be spread anew."""
         return self._fetch([[name for name in self._every if name.startswith("engine/")]] * len(self.sharing.homes))
 
     @property

@@ -21,11 +21,12 @@ import pretrain.train
 import pretrain.transfer
 from data_pipeline.durable import file_sha256
 from data_pipeline.prepare import Options, prepare
-from pretrain.checkpoint import list_checkpoints, read_manifest, verify
+from pretrain.checkpoint import list_checkpoints, load_model, read_manifest, verify
 from pretrain.config import parse_recipe
 from pretrain.engine import process_group
+from pretrain.joining import join
 from pretrain.metrics import Report, read_metrics
-from pretrain.parts import Shelf
+from pretrain.parts import Shelf, every_file, part_manifest
 from pretrain.resuming import choose
 from pretrain.run_directory import CheckpointError, RunDirectory
 from pretrain.runtime import Ranks
@@ -44,7 +45,8 @@ RUN = Path("run")  # relative: another folder in every place
 DATA = "/proc/self/cwd/data"  # the same
 SHORT: dict[str, dict[str, Any]] = {"schedule": {"max_steps": 6}, "evaluation": {"every_steps": 6}}
 EVERY = {"every_steps": 2, "keep_last": 3}
-BETWEEN = "between the renames"
+BETWEEN = "killed between the renames"
+KILL = "killed behind step 5"
 
 
 def as_node(ranks: Ranks, places: Sequence[Path]) -> Ranks:
@@ -56,14 +58,17 @@ def as_node(ranks: Ranks, places: Sequence[Path]) -> Ranks:
 
 
 def train_case(ranks: Ranks, places: Sequence[Path], tables: dict[str, Any], event: object = None) -> str:
-    """A run on several machines, on the last of which something happens: at a step, a stop file; or it is killed."""
+    """A run on several machines. On the last of them something may happen: a stop file at a step, or a kill."""
     ranks = as_node(ranks, places)
     record, commit = Report.step, Checkpoints._commit
 
     def record_and_ask(self: Report, state: TrainState, **figures: Any) -> None:
         record(self, state, **figures)
-        if state.global_step == event and ranks.rank == ranks.world_size - 1:
-            (RUN / "stop").touch()
+        if ranks.rank == ranks.world_size - 1:
+            if state.global_step == event:
+                (RUN / "stop").touch()
+            if (state.global_step, event) == (5, KILL):
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def die_before(self: Checkpoints, flight: Any, manifest: Any) -> Any:
         if event == BETWEEN and flight.step == 4 and ranks.rank == ranks.world_size - 1:
@@ -181,8 +186,66 @@ def test_damage_on_one_machine_costs_the_checkpoint_on_all(parted: list[Path]) -
         assert chosen == other_chosen == "step-00000004", (number, name)
         assert len(said) == 1, (number, name)
         assert said[0].endswith("; trying the one before it")
-        assert (name or "on all machines") in said[0]
+        assert (name or "all machines together lack") in said[0]
         assert {"step-00000006.damaged"} <= ({*aside} | {*others_aside}), (number, name)
+
+
+def choosing_case(ranks: Ranks, places: Sequence[Path], asked: Sequence[tuple[str, str]]) -> list[Any]:
+    """What is chosen for `folder` and `resume`: its place, and the files that are found there; or the error."""
+    ranks = as_node(ranks, places)
+    answers: list[Any] = []
+    with process_group(torch.device("cpu")):
+        sharing = discover(RUN, ranks)
+        for folder, resume in asked:
+            shelf = Shelf(Path(folder, "checkpoints"), sharing, gathers=False)
+            try:
+                chosen = shelf.choose(resume, print)
+                answers.append(None if chosen is None else (str(chosen), sorted(p.name for p in chosen.rglob("*.pt"))))
+                shelf.clear()
+            except CheckpointError as error:
+                answers.append(str(error))
+    return answers
+
+
+def test_machines_in_another_order_and_too_few_of_them(parted: list[Path], tmp_path: Path) -> None:
+    places = [tmp_path / "b", tmp_path / "a"]  # of rank 0 now what was of rank 1
+    for source, place in zip(reversed(parted), places, strict=True):
+        shutil.copytree(source, place)
+        lost = place / "lost" / "checkpoints" / "step-00000006"
+        shutil.copytree(source / RUN / "checkpoints" / "step-00000006", lost)
+        manifest = read_manifest(lost)
+        every = {**every_file(manifest), "rng-00002.pt": {"bytes": 1, "sha256": "0" * 64}}
+        part = part_manifest(manifest["files"], every, manifest["part"]["number"], ["a", "b", "c"])
+        (lost / "manifest.json").write_text(json.dumps(part))
+    older, newest = f"{RUN}/checkpoints/step-00000004", f"{RUN}/checkpoints/step-00000006"
+    asked = [
+        (str(RUN), "auto"),
+        (str(RUN), "never"),
+        (str(RUN), older),
+        ("branch", older),
+        ("lost", "auto"),
+        ("none", "auto"),
+    ]
+    first, second = run_ranks(2, choosing_case, places, asked)
+    optimizers = [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)]
+    header = "mp_rank_00_model_states.pt"
+    assert first[0] == (
+        f"{newest}.fetched.partial",
+        sorted([optimizers[0], optimizers[1], header, "rng-00000.pt", "rng-00001.pt"]),
+    )
+    assert second[0][0] == f"{newest}.fetched.partial"
+    assert {optimizers[1], header, "rng-00001.pt"} <= set(second[0][1])
+    for answers in (first, second):
+        assert "run/checkpoints already holds checkpoints" in answers[1]
+        assert "goes on behind step-00000004, to step-00000006" in answers[2]
+        assert answers[3][0] == "branch/checkpoints/step-00000004.fetched.partial"
+        assert (
+            "lack 1 of 11 files, rng-00002.pt among them; 1 more had parts of it: start on all machines" in answers[4]
+        )
+        assert answers[5] is None
+    for place in places:
+        assert [path.name for path in (place / "lost" / "checkpoints").iterdir()] == ["step-00000006"]
+        assert not list(place.rglob("*.partial"))
 
 
 def test_parts_are_no_checkpoint_for_one_machine_until_they_are_joined(
@@ -194,6 +257,12 @@ def test_parts_are_no_checkpoint_for_one_machine_until_they_are_joined(
     identity = Inputs.check(parse_recipe(recipe), 1).identity
     with pytest.raises(CheckpointError, match=r"step-00000006 is part 1 of 2, of .*join them with .* --gather COPY"):
         choose(place / RUN / "checkpoints", "auto", identity)
+    listed = run_command("pretrain", "checkpoints", place / RUN, "--verify", "--json")
+    assert [(one["state"], one["part"]) for one in json.loads(listed.stdout)["checkpoints"]] == [
+        ("whole", "1 of 2")
+    ] * 3
+    with pytest.raises(CheckpointError, match=r"is part 2 of 2, of "):
+        load_model(parted[1] / RUN)
     answer = run_command("pretrain", "checkpoints", place / RUN, "--gather", tmp_path)
     assert (answer.returncode, answer.stderr.count("\n")) == (2, 1)
     assert "is no copy of a run directory" in answer.stderr
@@ -253,6 +322,39 @@ def test_gathered_checkpoints_are_whole_on_the_first_machine(shared: Path, tmp_p
     assert run_ranks(1, train_case, [alone], recipe) == ["finished"]
     assert attempts_of(alone)[-1]["converted_from"] == {"world_size": 2, "zero_stage": 2}
     assert losses(alone)[-1] == pytest.approx(losses(shared)[-1], rel=1e-3)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("placement", ["per_node", "gathered"])
+@pytest.mark.parametrize("stage, world_size", [(0, 2), (1, 4), (3, 2), (3, 4)])
+def test_killed_and_resumed_equals_the_shared_run(
+    stage: int, world_size: int, placement: str, asynchronous: bool, tmp_path: Path, tiny_recipe: Tables
+) -> None:
+    places = [tmp_path / name for name in ("shared", "a", "b")]
+    for place in places:
+        place.mkdir()
+    tables = {
+        **SHORT,
+        "deepspeed": {"config": f"ds_configs/zero{stage}.json"},
+        "precision": {"accumulate": "fp32" if stage else "bf16"},
+    }
+    assert run_ranks(world_size, train_case, places[:1], tiny_recipe(**tables, checkpoint=EVERY)) == (
+        ["finished"] * world_size
+    )
+    recipe = tiny_recipe(**tables, checkpoint={**EVERY, "placement": placement, "asynchronous": asynchronous})
+    with live_ranks(world_size, train_case, places[1:], recipe, KILL) as started:
+        for process, _ in started:
+            process.join()
+    assert run_ranks(world_size, train_case, places[1:], recipe) == ["finished"] * world_size
+    shared, first, second = places
+    resumed_from = {one[-1]["resumed_from"] for one in map(attempts_of, (first, second))}
+    assert len(resumed_from) == 1
+    assert resumed_from <= {"run/checkpoints/step-00000002", "run/checkpoints/step-00000004"}
+    assert losses(first) == losses(shared)
+    if placement == "per_node":
+        join(RunDirectory(first / RUN), [second / RUN])
+    assert_same_checkpoint(checkpoints_of(first)["step-00000006"], checkpoints_of(shared)["step-00000006"])
 
 
 # ---------------------------------------------------------------- before a run

@@ -335,7 +335,7 @@ def refuse_missing(launcher: str) -> None:
         if ("Open MPI" in said) != (launcher == "openmpi"):
             its = said.strip().partition("\n")[0]
             raise LaunchError(
-                f"--launcher {launcher}: the mpirun on PATH is another one ({its}): put its first on PATH"
+                f"--launcher {launcher}: the mpirun is another here ({its}): put the right one first on PATH"
             )
     if found is None:
         raise LaunchError(

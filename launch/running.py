@@ -27,6 +27,8 @@ GRACE_SECONDS = 45.0
 PEERS_SECONDS = 30.0  # behind the first failure: the other ranks notice it and say so, or wait for ever, as NCCL's do
 END_SECONDS = 10.0  # between telling the keepers to end and ending what is here
 LOOK_SECONDS = 0.2
+# Of pdsh's ssh: it asks for nothing, and ends where the other side gives no sign for a minute.
+SSH_OPTIONS = "-oBatchMode=yes -oServerAliveInterval=15 -oServerAliveCountMax=4"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -89,7 +91,8 @@ def start(
     if launch.is_remote:
         passed = {**launch.passed, **lifelines.environment}
         files = [file_in_memory(passed, escape_percent=launch.launcher == "pdsh")]
-        environment = {**of_runner(environ), "DS_ENV_FILE": f"/proc/self/fd/{files[0]}"}
+        environment = {**of_runner(environ), **passed, "DS_ENV_FILE": f"/proc/self/fd/{files[0]}"}
+        environment["PDSH_SSH_ARGS_APPEND"] = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} {SSH_OPTIONS}".strip()
     # DeepSpeed's pdsh runner answers a SIGTERM by ending every launcher of this Python on all nodes, other runs' too.
     leash = signal.SIGKILL if launch.is_remote else signal.SIGTERM
     try:
@@ -97,6 +100,8 @@ def start(
             [*launch.argv, *clock],
             env=environment,
             stdin=subprocess.DEVNULL,
+            # Keepers write on stderr. What DeepSpeed's launchers say of themselves on other nodes can't be turned off.
+            stdout=subprocess.DEVNULL if launch.is_remote else None,
             process_group=0,
             pass_fds=files,
             preexec_fn=lambda: _end_with_parent(leash),

@@ -61,6 +61,7 @@ class Snapshot:
                 if storage._cdata not in self._copied:
                     self._copied[storage._cdata] = storage, self._copy(storage)
                 memo[id(tensor)] = _like(tensor, self._copied[storage._cdata][1])
+                vars(memo[id(tensor)]).update(copy.deepcopy(vars(tensor), memo))
         return copy.deepcopy(value, memo)
 
     def take_alone(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -98,7 +99,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _like(tensor: torch.Tensor, room: torch.Tensor, offset: int | None = None) -> torch.Tensor:
-    """A tensor as `tensor` is, on the storage of `room`, with its attributes as far as torch.save writes them."""
+    """A tensor as `tensor` is, on the storage of `room`."""
     start = tensor.storage_offset() if offset is None else offset
     made = torch.empty(0, dtype=tensor.dtype).set_(room.untyped_storage(), start, tensor.size(), tensor.stride())
     return made.requires_grad_(tensor.requires_grad)

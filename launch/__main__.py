@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -340,7 +341,10 @@ def check(
         master_port=master_port,
         grace_seconds=grace_seconds,
     )
-    report = check_nodes(asked, overrides or (), skip or (), wait_seconds)
+    progress = Console(stderr=True).status("") if sys.stderr.isatty() else nullcontext()
+    with progress as status:
+        say = status.update if status is not None else lambda round: None
+        report = check_nodes(asked, overrides or (), skip or (), wait_seconds, say)
     if as_json:
         print(json.dumps(report.to_dict(), indent=2))
     else:

@@ -13,7 +13,7 @@ import math
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from launch.rows import CHECKS, Asked, Facts, Report, Row
 
 FACTS_SECONDS = 120.0
 MEET_SECONDS = 20.0
+SWEEP_SECONDS = 20.0
 WRITE_BYTES = 256 * 2**20
 SUM_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 LOOKED_AT = ("DS_ACCELERATOR", "GLOO_SOCKET_IFNAME")  # of this machine's environment, by the checks themselves
@@ -92,8 +93,14 @@ def of_options(
     )
 
 
-def check(asked: Asked, overrides: Sequence[str] = (), skip: Sequence[str] = (), seconds: float = 60.0) -> Report:
-    """Ask all nodes and judge what they say. `seconds`: how long ranks wait for each other.
+def check(
+    asked: Asked,
+    overrides: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    seconds: float = 60.0,
+    say: Callable[[str], None] = lambda round: None,
+) -> Report:
+    """Ask all nodes and judge what they say. `seconds`: how long ranks wait for each other; `say` hears of each round.
 
     What is in `skip` (names out of CHECKS) is not looked at. LaunchError where the recipe itself is refused.
     """
@@ -102,29 +109,41 @@ def check(asked: Asked, overrides: Sequence[str] = (), skip: Sequence[str] = (),
         raise LaunchError(f"--skip {unknown}: no check has this name; they are: {', '.join(CHECKS)}")
     if asked.recipe is not None:
         asked = replace(asked, plan=plan_recipe(asked.recipe, asked.ranks, overrides, check_data=False))
-    return _Check(asked, overrides, skip, seconds).report()
+    return _Check(asked, overrides, skip, seconds, say).report()
 
 
 class _Check:
     """One check under way."""
 
-    def __init__(self, asked: Asked, overrides: Sequence[str], skip: Sequence[str], seconds: float) -> None:
-        self.asked, self.overrides, self.skip, self.seconds = asked, overrides, skip, seconds
+    def __init__(
+        self,
+        asked: Asked,
+        overrides: Sequence[str],
+        skip: Sequence[str],
+        seconds: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self.asked, self.overrides, self.skip, self.seconds, self.say = asked, overrides, skip, seconds, say
         token = secrets.token_hex(4)
         self.marks = {name: f".zerohalf-check-{token}-{number}" for number, name in enumerate(asked.names)}
         self.reached = Row("reachable")
         self.rows = [self.reached]
 
     def report(self) -> Report:
-        facts = self._facts()
+        nodes = f"{len(self.asked.hosts)} node{'s' * (len(self.asked.hosts) > 1)}"
+        left = self.asked.names
         try:
+            self.say(f"asking {nodes}")
+            facts = self._facts()
+            left = tuple(facts)
             self._judge_facts(facts)
             if self.asked.first in facts:
+                self.say(f"{nodes}: does each find the first?")
                 self._meet(facts)
-        finally:
-            if facts:
-                self._ask(facts, {name: {"ask": "sweep", **self._place(name)} for name in facts}, FACTS_SECONDS)
+        finally:  # the marks go, whatever happened
+            self._ask(left, {name: {"ask": "sweep", **self._place(name)} for name in left}, SWEEP_SECONDS)
         if "all-reduce" not in self.skip:
+            self.say(f"all-reduces over {self.asked.ranks} ranks")
             self.rows.append(self._all_reduce(facts))
         rows = sorted((row for row in self.rows if row.name not in self.skip), key=lambda row: CHECKS.index(row.name))
         return Report(self.asked, tuple(rows))

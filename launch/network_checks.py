@@ -31,6 +31,7 @@ def clock(asked: Asked, met: Facts, asked_at: float, answered_at: float) -> Row:
     for node, said in met.items():
         ahead, behind = said["time"] - answered_at, asked_at - said["time"]
         skew = max(ahead, behind, 0.0)
+        row.numbers[node] = {"seconds": skew}
         text = (
             f"within {max(-ahead, -behind):.1f} s"
             if skew == 0
@@ -173,5 +174,6 @@ def all_reduce(asked: Asked, ranks: Mapping[str, Sequence[Mapping[str, Any]] | s
         else:
             seconds = max(one["seconds"] for one in said)
             speed = bus_bandwidth(sum_bytes, seconds, asked.ranks)
+            row.numbers[node] = {"bytes_per_second": speed}
             row.ok(node, f"{len(said)} right" + (f", {size(speed)}/s" if asked.ranks > 1 else ""))
     return row

@@ -172,6 +172,7 @@ def memory(asked: Asked, facts: Facts, need: int | None) -> Row:
                 continue
             share, what = min(free), "GPU memory"
             text = f"{size(share)} a GPU"
+        row.numbers[node] = {"free_bytes": share}
         if need is not None and need > share:
             row.fail(
                 node,

@@ -22,6 +22,7 @@ def run_directory(asked: Asked, facts: Facts) -> Row:
         need = checkpoint["bytes"] * (checkpoint["keep_last"] + 1)
     for node, fact in facts.items():
         place, free = fact["run_place"], fact["free_bytes"]
+        row.numbers[node] = {"free_bytes": free}
         error = fact.get("run_error") or fact.get("write_error")
         if error:
             row.fail(
@@ -105,6 +106,7 @@ def disk(asked: Asked, facts: Facts) -> Row:
             continue
         speed = fact["written_bytes"] / fact["write_seconds"]
         text = f"{size(speed)}/s"
+        row.numbers[node] = {"bytes_per_second": speed}
         if whole is None:
             row.ok(node, text)
             continue

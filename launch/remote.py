@@ -34,7 +34,7 @@ SSH = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECON
 SSH += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
 
 # In braces, so that the shell has read all of it before `cat` waits on the same input. `timeout` makes a process group
-# of its own and passes signals on to it.
+# of its own and passes signals on to it; one that was stopped hears of them when it goes on.
 SCRIPT = """{{
 printf '\\036zerohalf\\036\\n'
 cd {directory} || exit
@@ -42,7 +42,7 @@ cd {directory} || exit
 bound=$(command -v timeout) && bound="$bound -k {kill} {seconds}"
 exec 3<&0 </dev/null
 $bound {command} 3<&- & job=$!
-{{ cat <&3; kill "$job"; }} >/dev/null 2>&1 & leash=$!
+{{ cat <&3; kill "$job"; kill -CONT "$job"; }} >/dev/null 2>&1 & leash=$!
 wait "$job"; code=$?
 kill "$leash"
 exit "$code"

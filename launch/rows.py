@@ -68,6 +68,7 @@ class Row:
     cells: dict[str, tuple[Level, str]] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    numbers: dict[str, dict[str, float]] = field(default_factory=dict)  # what was measured, for programs
 
     def ok(self, node: str, text: str) -> None:
         self.cells[node] = ("ok", text)
@@ -88,7 +89,10 @@ class Row:
         return bool(self.reasons)
 
     def to_dict(self) -> dict[str, Any]:
-        cells = {node: {"level": level, "text": text} for node, (level, text) in self.cells.items()}
+        cells = {
+            node: {"level": level, "text": text, **self.numbers.get(node, {})}
+            for node, (level, text) in self.cells.items()
+        }
         return {"check": self.name, "nodes": cells, "reasons": self.reasons, "warnings": self.warnings}
 
 

@@ -49,7 +49,9 @@ def test_this_machine_is_ready(tiny_recipe: Callable[..., dict[str, Any]], tmp_p
     """Two ranks, a real all-reduce, a real file on the disk; nothing stays."""
     recipe, run = tmp_path / "recipe.toml", tmp_path / "runs" / "new"
     recipe.write_text(to_toml(parse_recipe(tiny_recipe())))
-    code, output, errors = check(recipe, "--ranks", 2, "--run", run, "--json", "--grace-seconds", 3600)
+    code, output, errors = check(
+        recipe, "--ranks", 2, "--run", run, "--json", "--grace-seconds", 3600, "--wait-seconds", 600
+    )
     assert (code, errors) == (0, "")
     report = json.loads(output)
     assert (report["ok"], report["world_size"], report["device"], report["reasons"]) == (True, 2, "cpu", [])

@@ -113,7 +113,7 @@ def changed_copy(path: Path, folder: Path, change: Callable[[str], str]) -> Path
 
 
 def test_two_good_hosts_are_ready_and_nothing_stays(hosts: tuple[Host, Host], place: Place) -> None:
-    checked = place.check()
+    checked = place.check("--wait-seconds", 600)
     assert (checked.code, checked.report["ok"], checked.report["reasons"]) == (0, True, [])
     assert checked.report["world_size"] == 2
     assert checked.report["master"].startswith(ADDRESSES[0])
@@ -299,21 +299,25 @@ def test_a_clock_that_is_wrong(hosts: tuple[Host, Host], place: Place, tmp_path:
         place.check(*QUICK).only("clock", "the clock of node-2 is", "s ahead", "chrony")
 
 
-def test_a_host_whose_name_is_its_own_loopback(hosts: tuple[Host, Host], place: Place) -> None:
-    """Debian's installer writes such a line. What the check says comes true: who goes on all the same finds no peer."""
+def test_hosts_whose_names_are_their_own_loopback(hosts: tuple[Host, Host], place: Place) -> None:
+    """Debian's installer writes such lines. What the check says comes true: who goes on all the same finds no peer."""
     environment = {name: value for name, value in ENVIRONMENT.items() if name != "GLOO_SOCKET_IFNAME"}
-    before = hosts[0].hosts_file.read_text()
-    hosts[0].hosts_file.write_text(before.replace(f"{ADDRESSES[0]} node-1", "127.0.1.1 node-1"))
+    before = [host.hosts_file.read_text() for host in hosts]
+    for host, text in zip(hosts, before, strict=True):
+        host.hosts_file.write_text(text.replace(f"{host.address} {host.name}", f"127.0.1.1 {host.name}"))
     try:
         said = place.check("--skip", "disk", environment=environment)
-        said.only("own name", "127.0.1.1", ADDRESSES[0], f"GLOO_SOCKET_IFNAME={INTERFACE}", node=NAMES[0])
+        for host in hosts:
+            said.among("own name", host.name, "127.0.1.1", host.address, f"GLOO_SOCKET_IFNAME={INTERFACE}")
+        assert len(said.report["reasons"]) == 2
         assert said.level("all-reduce", NAMES[0]) == "-"
-        skipped = place.check("--skip", "own name", "--skip", "disk", "--wait-seconds", "20", environment=environment)
+        skipped = place.check("--skip", "own name", "--skip", "disk", "--wait-seconds", "60", environment=environment)
         skipped.among("all-reduce", "failed as the ranks connected with each other", "GLOO_SOCKET_IFNAME")
         told = place.check("--skip", "disk")
         assert (told.code, told.report["reasons"]) == (0, [])
     finally:
-        hosts[0].hosts_file.write_text(before)
+        for host, text in zip(hosts, before, strict=True):
+            host.hosts_file.write_text(text)
 
 
 def test_an_interface_that_is_not_there(place: Place) -> None:

@@ -56,7 +56,10 @@ def test_the_reference_recipe():
     checkpoint = figures["checkpoint"]  # masters and two moments in fp32; the weights in bf16, twice
     assert checkpoint["bytes"] == pytest.approx(16 * 502_193_664, rel=1e-6)
     assert (checkpoint["every_steps"], checkpoint["keep_last"]) == (1000, 3)
-    assert figures["data"] == {"path": str(PROJECT_ROOT / "data/0.5b"), "tokenizer": str(PROJECT_ROOT / "tokenizers/0.5b")}
+    assert figures["data"] == {
+        "path": str(PROJECT_ROOT / "data/0.5b"),
+        "tokenizer": str(PROJECT_ROOT / "tokenizers/0.5b"),
+    }
     stages = figures["stages"]
     assert [(row["stage"], row["accumulate"]) for row in stages] == [
         (stage, accumulate) for stage in range(4) for accumulate in ("bf16", "fp32")

@@ -1,4 +1,4 @@
-"""A SLURM of one's own for a test: munged, slurmctld and slurmd as three processes with their own folder and ports.
+"""A SLURM of one's own for a test: munged, slurmctld and two slurmd as processes with their own folder and ports.
 
 Nothing is installed, nothing of the machine's own SLURM is touched. Whoever runs the tests is the cluster's owner.
 """
@@ -19,26 +19,27 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
-NODE = "localhost"
+# Both are this machine. Ranks meet at the first in the order of names: it must have an address. Not "localhost", which
+# SLURM takes for another name.
+NODES = (HOST := socket.gethostname().partition(".")[0], f"{HOST}-second")
 # A requeued job waits for as long as the credential of its last start could be valid: 2 minutes if nothing is said.
 CREDENTIAL_SECONDS = 5
 KILL_WAIT_SECONDS = 60  # between SIGTERM and SIGKILL, for saving on a busy machine; 30 if nothing is said
 
 CONFIGURATION = """
 ClusterName=test
-SlurmctldHost={node}(127.0.0.1)
-SlurmctldPort={controller_port}
-SlurmdPort={node_port}
+SlurmctldHost={nodes[0]}(127.0.0.1)
+SlurmctldPort={ports[0]}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire={credential_seconds}
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
@@ -52,10 +53,12 @@ SchedulerType=sched/builtin
 SchedulerParameters=sched_interval=1,batch_sched_delay=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName={node} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
-PartitionName=main Nodes={node} Default=YES PriorityTier=1
-PartitionName=graceful Nodes={node} PriorityTier=1 GraceTime=120
-PartitionName=urgent Nodes={node} PriorityTier=10 PreemptMode=OFF
+NodeName={nodes[0]} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 State=UNKNOWN
+NodeName={nodes[1]} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 State=UNKNOWN
+PartitionName=main Nodes={nodes[0]} Default=YES PriorityTier=1
+PartitionName=graceful Nodes={nodes[0]} PriorityTier=1 GraceTime=120
+PartitionName=urgent Nodes={nodes[0]} PriorityTier=10 PreemptMode=OFF
+PartitionName=both Nodes={nodes[0]},{nodes[1]} PriorityTier=1
 """
 
 
@@ -77,22 +80,19 @@ def free_ports(count: int) -> list[int]:
 
 
 class Cluster:
-    """One node of two CPUs, and partitions main, graceful (time to save before it is preempted) and urgent."""
+    """Two nodes of two CPUs. Partitions of the first: main, graceful (time to save before one is preempted), urgent."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.configuration = folder / "slurm.conf"
         self.environment = {**os.environ, "SLURM_CONF": str(self.configuration)}
-        for name in ("state", "spool"):
-            (folder / name).mkdir()
-        controller_port, node_port = free_ports(2)
+        (folder / "state").mkdir()
         self.configuration.write_text(
             CONFIGURATION.format(
-                node=NODE,
+                nodes=NODES,
+                ports=free_ports(1 + len(NODES)),
                 folder=folder,
                 user=getpass.getuser(),
-                controller_port=controller_port,
-                node_port=node_port,
                 credential_seconds=CREDENTIAL_SECONDS,
                 kill_wait_seconds=KILL_WAIT_SECONDS,
             )
@@ -100,7 +100,7 @@ class Cluster:
 
     @contextmanager
     def running(self) -> Iterator[Cluster]:
-        """Start the three daemons, in the foreground and so as children of ours; end them behind."""
+        """Start the daemons, in the foreground and so as children of ours; end them behind."""
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
@@ -111,12 +111,12 @@ class Cluster:
                 f"--log-file={self.folder}/munged.log",
             ],
             ["slurmctld", "-D"],
-            ["slurmd", "-D", "-N", NODE],
+            *(["slurmd", "-D", "-N", node] for node in NODES),
         )
         started: list[subprocess.Popen[bytes]] = []
         try:
             for daemon, *options in daemons:
-                output = (self.folder / f"{daemon}.out").open("wb")
+                output = (self.folder / f"{daemon}-{len(started)}.out").open("wb")
                 program = find(daemon)
                 assert program is not None
                 with output:
@@ -133,7 +133,7 @@ class Cluster:
                     )
                 if daemon == "munged":
                     self.wait_until((self.folder / "munge.socket").exists, started)
-            self.wait_until(lambda: "State=IDLE" in self.ask("scontrol", "show", "node", NODE), started)
+            self.wait_until(lambda: self.ask("scontrol", "show", "nodes").count("State=IDLE") == len(NODES), started)
             yield self
         finally:
             if len(started) == len(daemons):

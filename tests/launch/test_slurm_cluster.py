@@ -62,10 +62,11 @@ def ends_at(recipe: Path, step: int) -> None:
     recipe.write_text(text.replace(f"max_steps = {ENDLESS}", f"max_steps = {step}"))
 
 
-def written(recipe: Path, run: Path, *options: str) -> Path:
-    """The script that the verb writes for two ranks."""
+def written(recipe: Path, run: Path, *options: str, ranks_per_node: int = 2) -> Path:
+    """The script that the verb writes."""
     path = run.parent / f"{run.name}.sbatch"
-    argv = ["launch", "slurm", recipe, "--ranks-per-node", "2", "--run", run, "--output", path, *options]
+    ranks = ["--ranks-per-node", ranks_per_node]
+    argv = ["launch", "slurm", recipe, *ranks, "--run", run, "--output", path, *options]
     done = subprocess.run([sys.executable, "-m", *map(str, argv)], cwd=root(), capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     return path
@@ -183,6 +184,23 @@ def test_disturbed_in_every_way_it_ends_with_the_weights_of_an_undisturbed_run(
     assert losses[0] == losses[1] != []
     assert not (root() / "x").exists()
     assert not list(folder.glob("**/x"))
+
+
+def test_two_nodes_are_as_one(cluster: Cluster, recipe: Path, folder: Path) -> None:
+    """A rank on each, and both ranks on one: the same losses, bit for bit."""
+    ends_at(recipe, 6)
+    one, two = folder / "one", folder / "two"
+    cluster.submit(written(recipe, one)).wait_for("COMPLETED")
+    script = written(recipe, two, "--nodes", "2", "--partition", "both", ranks_per_node=1)
+    job = cluster.submit(script)
+    job.wait_for("COMPLETED")
+    assert job.facts()["NumNodes"] == "2"
+    assert [path.name for path in sorted((two / "logs" / f"job-{job.number}-start-0").iterdir())] == [
+        "rank-00000.log", "rank-00001.log",
+    ]  # fmt: skip
+    losses = [[one["loss"] for one in read_metrics(path / "metrics.jsonl")] for path in (one, two)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 6
 
 
 def test_cancelled_it_has_saved_leaves_nothing_running_and_does_not_come_back(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.order import SampleOrder
+from pretrain.batching import steps_of
 from pretrain.metrics import MetricsLog, Report, all_records, format_duration, read_metrics
 from pretrain.run_directory import RunDirectory
 from pretrain.state import TrainState
@@ -70,7 +71,7 @@ def test_a_run_says_at_its_start_what_it_reads_and_how_often(
     for limit, warned in ((3.9, ["a", "b"]), (4.0, [])):
         config = recipe(data={"warn_epochs": limit}, logging={"tensorboard": False})
         with Report(RunDirectory(tmp_path), config, active=True) as report:
-            report.begins(1, TrainState(), None, order)
+            report.begins(1, TrainState(), None, order, steps_of(config.batch))
         said = capsys.readouterr().err.splitlines()
         assert said[:2] == [
             "mixture from sample 0: of every 4 samples a 1, b 3", "epochs in 3,200 samples: a 4.00, b 4.00"

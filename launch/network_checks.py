@@ -10,6 +10,7 @@ from typing import Any
 
 from launch.all_reduce import bus_bandwidth
 from launch.probe import is_loopback
+from launch.remote import Answer
 from launch.rows import Asked, Facts, Row, size
 
 SKEW_WARNS, SKEW_FAILS = 1.0, 10.0  # seconds
@@ -25,18 +26,18 @@ INTERFACES = "name the interface with GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, 
 REMEDIES = {"store": f": {INTERFACES}", "group": f": {INTERFACES}"}
 
 
-def clock(asked: Asked, met: Facts, asked_at: float, answered_at: float) -> Row:
-    """How far a node's clock is from this machine's, at the least: it was read between two readings of ours."""
+def clock(met: Facts, answers: Mapping[str, Answer]) -> Row:
+    """How far a node's clock is from this machine's, at the least.
+
+    The node read it when it began and when it ended, all between our two readings: those it may differ by.
+    """
     row = Row("clock")
     for node, said in met.items():
-        ahead, behind = said["time"] - answered_at, asked_at - said["time"]
-        skew = max(ahead, behind, 0.0)
-        row.numbers[node] = {"seconds": skew}
-        text = (
-            f"within {max(-ahead, -behind):.1f} s"
-            if skew == 0
-            else f"{skew:.1f} s {'ahead' if ahead > 0 else 'behind'}"
-        )
+        most = said["began_at"] - answers[node].asked_at  # ahead of ours
+        least = said["ended_at"] - answers[node].ended_at
+        skew = max(least, -most, 0.0)
+        text = f"{skew:.1f} s {'ahead' if least > 0 else 'behind'}" if skew else f"within {max(most, -least):.1f} s"
+        row.numbers[node] = {"least_seconds": least, "most_seconds": most}
         reason = f"the clock of {node} is {text} of this machine's: set it, and keep it so (chrony, systemd-timesyncd)"
         if skew > SKEW_FAILS:
             row.fail(node, text, reason)

@@ -182,7 +182,7 @@ def memory(asked: Asked, facts: Facts, need: int | None) -> Row:
                 "--fit` for what would fit",
             )
         else:
-            row.ok(node, text + (f" of {size(need)}" if need is not None else ""))
+            row.ok(node, text + (f", needs {size(need)}" if need is not None else ""))
     return row
 
 

@@ -74,12 +74,12 @@ def meet(ask: dict[str, Any]) -> dict[str, Any]:
     `listens`: this is the first node; `address`, `port` of the first; `seconds` until nobody waits any more; `nodes`
     that will come; `number` of this one; `marks`: their names, node by node.
     """
-    said: dict[str, Any] = {"time": time.time(), "route": _route(ask["address"])}
+    said: dict[str, Any] = {"began_at": time.time(), "route": _route(ask["address"])}
     said.update(_listen(ask) if ask["listens"] else _connect(ask))
     run = Path(ask["run"])
     places = (run, *run.parents)
     said["marks"] = [mark for mark in ask["marks"] if any((place / mark).exists() for place in places)]
-    return said
+    return {**said, "ended_at": time.time()}
 
 
 def sweep(ask: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -52,12 +52,17 @@ exit "$code"
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a command on one node. `code` is None where there is none, and then `unreachable` says why."""
+    """What came of a command on one node. `code` is None where there is none, and then `unreachable` says why.
+
+    `asked_at` and `ended_at`, of its output: by this machine's clock, in seconds since the epoch.
+    """
 
     code: int | None
     stdout: str = ""
     stderr: str = ""
     unreachable: str | None = None
+    asked_at: float = field(default=0.0, compare=False)
+    ended_at: float = field(default=0.0, compare=False)
 
     @property
     def ok(self) -> bool:
@@ -135,6 +140,7 @@ class _Call:
         self.missing = shutil.which(command[0]) is None
         if self.missing:
             return
+        self.asked_at = time.time()
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
         )
@@ -160,7 +166,7 @@ class _Call:
         if not reached:
             said = stderr.strip().splitlines() or noise.strip().splitlines()
             return Answer(None, stdout, stderr, said[-1].strip() if said else f"ssh ended with code {code}")
-        return Answer(code, stdout, stderr)
+        return Answer(code, stdout, stderr, None, self.asked_at, self.output.ended_at)
 
     def let_go(self) -> None:
         """The end of the leash: what still runs there is told to end."""
@@ -182,6 +188,7 @@ class _Reader:
 
     def __init__(self, stream: IO[bytes]) -> None:
         self.kept = bytearray()
+        self.ended_at = 0.0
         self.thread = threading.Thread(target=self._read, args=(stream,), daemon=True)
         self.thread.start()
 
@@ -189,6 +196,7 @@ class _Reader:
         with stream:
             while block := stream.read1(65_536):  # type: ignore[attr-defined]
                 self.kept += block[: OUTPUT_BYTES - len(self.kept)]
+        self.ended_at = time.time()
 
     def text(self) -> str:
         self.thread.join(1)  # something that it left behind may hold the stream open

@@ -23,6 +23,7 @@ from launch.all_reduce import bus_bandwidth, contribution, wrong_elements
 from launch.check import of_options
 from launch.errors import LaunchError
 from launch.hosts import Host
+from launch.remote import Answer
 from launch.rows import CHECKS, Asked, Report, Row
 from pretrain.config import parse_recipe, to_toml
 from tests.command_line import run_command
@@ -266,17 +267,18 @@ def test_marks_show_who_shares_a_folder() -> None:
 @pytest.mark.parametrize(
     "said, level, text",
     [
-        (102.0, "ok", "within"),
-        (105.5, "warn", "1.5 s ahead"),
+        (102.0, "ok", "within 2.0 s"),
+        (104.5, "warn", "1.5 s ahead"),
         (98.0, "warn", "2.0 s behind"),
-        (160.0, "FAIL", "56.0 s ahead"),
+        (160.0, "FAIL", "57.0 s ahead"),
+        (0.0, "FAIL", "100.0 s behind"),
     ],
 )
 def test_a_clock_is_judged_by_what_is_sure(said: float, level: str, text: str) -> None:
-    """It was read between 100 and 104 of ours: only what lies outside is a difference."""
-    row = network_checks.clock(asked(), {"two": {"time": said}}, 100.0, 104.0)
-    assert row.cells["two"][0] == level
-    assert text in row.cells["two"][1]
+    """Asked at 100 of ours, answered at 104, a second of work in between: only what cannot lie in there is a skew."""
+    answer = Answer(0, asked_at=100.0, ended_at=104.0)
+    row = network_checks.clock({"two": {"began_at": said, "ended_at": said + 1.0}}, {"two": answer})
+    assert row.cells["two"] == (level, text)
 
 
 def test_routes_and_ports(facts: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -106,6 +107,24 @@ def mounted(host: Host, source: object, target: Path, *options: str) -> Iterator
         assert done.returncode == 0, done.stderr
 
 
+@contextmanager
+def watching(host: Host, words: str, number: signal.Signals) -> Iterator[None]:
+    """As soon as a process with these words in its command line is there, it gets the signal."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set() and not host.kill(words, number):
+            time.sleep(0.02)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
 def changed_copy(path: Path, folder: Path, change: Callable[[str], str]) -> Path:
     copy = folder / path.name
     copy.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
@@ -172,6 +191,12 @@ def test_a_host_without_our_python(hosts: tuple[Host, Host], place: Place, tmp_p
         place.check(*QUICK).only("reachable", "cannot run", sys.executable, "No such file")
 
 
+def test_a_host_that_is_lost_on_the_way(hosts: tuple[Host, Host], place: Place) -> None:
+    """What asks the second question there is killed."""
+    with watching(hosts[1], '"ask": "meet"', signal.SIGKILL):
+        place.check(*QUICK).among("reachable", "node-2 was reached, and then it was not")
+
+
 # ---------------------------------------------------------------- code and versions
 
 
@@ -222,6 +247,24 @@ def test_another_driver(hosts: tuple[Host, Host], place: Place, tmp_path: Path) 
     with mounted(hosts[0], bins[0], empty), mounted(hosts[1], bins[1], empty):
         checked = place.check(*QUICK, "--env", f"PATH={empty}:{os.environ['PATH']}", environment=environment)
     checked.among("driver", "node-2 has the NVIDIA driver 535.183.01, node-1 550.54.15")
+
+
+def test_too_little_memory(place: Place) -> None:
+    skipped = QUICK[:4]
+    larger = [f"batch.{size}_batch_size=4000000" for size in ("global", "micro")]
+    checked = place.check(*skipped, "--set", larger[0], "--set", larger[1].replace("4000000", "2000000"))
+    checked.among("free memory", "node-2 has", "of main memory free for a rank, the recipe needs", "--fit")
+
+
+def test_little_shared_memory(hosts: tuple[Host, Host], place: Place) -> None:
+    place.hostfile.write_text("node-1 slots=2\nnode-2 slots=2\n")
+    try:
+        with mounted(hosts[1], "shm", Path("/dev/shm"), "-t", "tmpfs", "-o", "size=64m"):
+            checked = place.check(*QUICK)
+        assert checked.level("limits", NAMES[1]) == "warn"
+        assert "/dev/shm of 67 MB" in checked.report["warnings"][-1]
+    finally:
+        place.write_hosts(*NAMES)
 
 
 # ---------------------------------------------------------------- paths
@@ -373,19 +416,8 @@ def test_a_port_that_a_firewall_closes(hosts: tuple[Host, Host], place: Place) -
 
 def test_a_rank_that_never_comes(hosts: tuple[Host, Host], place: Place) -> None:
     """Its process is stopped as soon as it is there; nothing of it is left behind."""
-    stopped: list[int] = []
-
-    def stop() -> None:
-        import signal
-
-        while not stopped:
-            stopped.extend(hosts[1].kill("TCPStore", signal.SIGSTOP))
-            time.sleep(0.02)
-
-    watcher = threading.Thread(target=stop, daemon=True)
-    watcher.start()
-    checked = place.check("--skip", "disk", "--wait-seconds", "20")
-    watcher.join()
+    with watching(hosts[1], "TCPStore", signal.SIGSTOP):
+        checked = place.check("--skip", "disk", "--wait-seconds", "20")
     checked.among("all-reduce", "rank 1 of node-2 never came to")
     assert not hosts[1].processes()
 

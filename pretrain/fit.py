@@ -29,6 +29,7 @@ Whatever is proposed has been through `engine.resolve` and `memory.budget`, so n
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -150,6 +151,7 @@ class Choice:
     checkpointing: str
     layout: Layout
     numerics: Numerics
+    asynchronous: bool = False  # saving, from a copy
 
 
 @dataclass(frozen=True)
@@ -278,7 +280,7 @@ class Search:
 
     def __init__(self, config: RunConfig, world_size: int, kind: Kind, compute: Compute) -> None:
         self.config, self.world_size, self.kind, self.compute = config, world_size, kind, compute
-        self._proposals: dict[tuple[int, str, str, int], Proposal | None] = {}
+        self._proposals: dict[tuple[int, str, str, int, bool], Proposal | None] = {}
         if not 1 <= world_size < 2**31:
             raise RecipeError(f"world size {show(world_size)}: must be at least 1 and below 2^31")
         sizes = [config.batch.global_batch_size, *(part.global_batch_size for part in config.batch.ramp)]
@@ -358,6 +360,8 @@ class Search:
         if choice.layout is not own.layout:
             one = Choice(own.micro_batch_size, own.checkpointing, choice.layout, own.numerics)
             alone.append((one, Change((("deepspeed.config", choice.layout.path),))))
+        if choice.asynchronous != own.asynchronous:  # costs no training step anything
+            alone.append((own, Change((("checkpoint.asynchronous", choice.asynchronous),))))
         for values in _split(choice.numerics.values):
             one = Choice(own.micro_batch_size, own.checkpointing, own.layout, choice.numerics)
             alone.append((one, Change(tuple((f"precision.{key}", value) for key, value in values))))
@@ -369,12 +373,16 @@ class Search:
             choice.micro_batch_size != self.config.batch.micro_batch_size,
             choice.checkpointing != self.config.memory.activation_checkpointing,
             choice.layout is not self.own,
+            choice.asynchronous != self.config.checkpoint.asynchronous,
         )
         return sum(differ) + len(_split(choice.numerics.values))
 
     def propose(self, choice: Choice) -> Proposal | None:
         """`choice` as a configuration with what it needs; None where recipe or engine refuse it."""
-        key = choice.micro_batch_size, choice.checkpointing, choice.layout.path, choice.numerics.level
+        key = (
+            choice.micro_batch_size, choice.checkpointing, choice.layout.path, choice.numerics.level,
+            choice.asynchronous,
+        )  # fmt: skip
         if key not in self._proposals:
             self._proposals[key] = self._propose(choice)
         return self._proposals[key]
@@ -392,6 +400,7 @@ class Search:
                     **{name: getattr(config, name) for name in RunConfig.model_fields},
                     "batch": {**config.batch.model_dump(), "micro_batch_size": choice.micro_batch_size},
                     "memory": {**config.memory.model_dump(), "activation_checkpointing": choice.checkpointing},
+                    "checkpoint": {**config.checkpoint.model_dump(), "asynchronous": choice.asynchronous},
                     "deepspeed": {"config": choice.layout.path},
                     "precision": {**config.precision.model_dump(), **dict(choice.numerics.values)},
                 }
@@ -415,6 +424,7 @@ class Search:
         most = own.micro_batch_size if only_less else max(own.micro_batch_size, tokens)
         modes = self.modes()
         least = recomputed_share(self.config, own.checkpointing) if only_less else 0.0
+        copies_or_not = [True, False] if own.asynchronous else [False]
         for size in self.micro_batch_sizes(most):
             for mode in modes:
                 if recomputed_share(self.config, mode) < least:
@@ -423,13 +433,16 @@ class Search:
                     lower = (layout.offload_level, layout.stage) < (own.layout.offload_level, own.layout.stage)
                     if only_less and (lower or layout.stage < own.layout.stage):
                         continue
-                    for numerics in self.numerics:
-                        yield Choice(size, mode, layout, numerics)
+                    for numerics, copies in itertools.product(self.numerics, copies_or_not):
+                        yield Choice(size, mode, layout, numerics, copies)
 
     @cached_property
     def _own_choice(self) -> Choice:
         config = self.config
-        return Choice(config.batch.micro_batch_size, config.memory.activation_checkpointing, self.own, self.numerics[0])
+        return Choice(
+            config.batch.micro_batch_size, config.memory.activation_checkpointing, self.own, self.numerics[0],
+            config.checkpoint.asynchronous,
+        )  # fmt: skip
 
     def shortest_changes(
         self, memory: DeviceMemory, *, resumable: bool = False

@@ -135,10 +135,11 @@ def budget(
     engine = _engine(_Facts.of(config, deepspeed, world_size, compute, device))
     later = engine.f.later
     buffers = [_of_model(one, True) for one in activations.buffers(config.model)]
-    resting = [*buffers, *engine.held(), *engine.resting()]
+    held = [*engine.held(), *engine.copied()]
+    resting = [*buffers, *held, *engine.resting()]
     merged: dict[Part, list[Moment]] = {part: [] for part in resting}
     running = _scenes(engine, config, world_size, compute, device, later)
-    moments = [(moment, [[*buffers, *engine.held(), *scene] for scene in scenes]) for moment, scenes in running]
+    moments = [(moment, [[*buffers, *held, *scene] for scene in scenes]) for moment, scenes in running]
     for moment, scenes in [("start", [[*buffers, *scene] for scene in engine.starting()]), *moments]:
         for place in PLACES:
             for part in max(scenes, key=lambda scene: _bytes_in(scene, place)):
@@ -212,6 +213,7 @@ class _Facts:
     summed: int
     sent: int
     later: bool  # an update, in any part of the batch ramp, has several micro-steps
+    asynchronous: bool  # checkpoints are written from a copy
     device: Device
 
     @classmethod
@@ -245,6 +247,7 @@ class _Facts:
             summed=BYTES[precision.accumulate],
             sent=BYTES[deepspeed.get("communication_data_type", compute)],
             later=max(sizes) > plan.sequences_per_micro_step,
+            asynchronous=config.checkpoint.asynchronous,
             device=device,
         )
 
@@ -417,9 +420,31 @@ class _Engine:
         raise NotImplementedError
 
     def saving(self) -> Scene:
-        """While a checkpoint is written."""
+        """While a checkpoint is made, and at once written unless it is copied."""
         f = self.f
+        if f.asynchronous:
+            return []
         return [Part("copy of the weights, first rank", f.weight * f.parameters, f"{f.weight}·P", "host")]
+
+    def copied(self) -> list[Part]:
+        """The room of what is written while training goes on (snapshot.py), kept from the first such save on."""
+        f = self.f
+        if not f.asynchronous:
+            return []
+        place: Place = "device" if f.device == "cpu" else "host"
+        weights, symbol = (f.partition * f.ranks, "Q") if f.stage in (1, 2) else (f.parameters, "P")
+        return [
+            self._static("copy of weights, first rank", f.weight, weights, place, symbol),
+            *(
+                replace(part, name=f"copy of {part.name}", place=place, state=False)
+                for part in self.state(self.has_masters)
+            ),
+        ]
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether there are masters beside the weights."""
+        return True
 
     def state(self, masters: bool = True) -> list[Part]:
         """Masters, moments and compensation, where they are."""
@@ -496,8 +521,12 @@ class _Replicated(_Engine):
     def in_place(self) -> bool:
         return self.f.weight == 4
 
+    @property
+    def has_masters(self) -> bool:
+        return not self.in_place
+
     def held(self) -> list[Part]:
-        return [self._state("weights", self.f.weight, self.f.parameters, symbol="P"), *self.state(not self.in_place)]
+        return [self._state("weights", self.f.weight, self.f.parameters, symbol="P"), *self.state(self.has_masters)]
 
     def between_micro_steps(self) -> list[Part]:
         return [self._state("gradients", self.f.weight, self.f.parameters, symbol="P")]

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from benchmarks import data, data_loader, data_pages, data_peers, data_prepare, data_startup, precision_study
+from benchmarks import data, data_loader, data_pages, data_peers, data_prepare, data_startup, precision_study, saving
 from model.config import PRESETS
 from pretrain.runtime import Ranks
 from tests.conftest import VOCAB_SIZE
@@ -369,6 +369,17 @@ def test_how_well_windows_are_shuffled() -> None:
     )
     in_chunks = np.concatenate([rng.permutation(part) for part in np.split(expected, 10)])
     assert data_peers.shuffled(expected, in_chunks) == pytest.approx(0.1, abs=0.03)
+
+
+# ---------------------------------------------------------------- saving
+
+
+def test_the_benchmark_of_saving_compares_the_same_checkpoints() -> None:
+    """In its smallest form, on one rank."""
+    (found,) = saving.measure(saving.parse(["--quick", "--ranks", "1"]))
+    assert found.bytes > 10e6
+    assert found.held_ratio > 0
+    assert f"held {found.held_ratio:.3f} of that" in found.to_text()
 
 
 # ---------------------------------------------------------------- precision

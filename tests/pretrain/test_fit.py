@@ -145,8 +145,8 @@ SMALL_STEP = load_recipe(
 def test_a_step_in_one_micro_batch_may_need_least():
     """Two would leave sums in fp32 beside the second."""
     search = Search(SMALL_STEP, 1, "cuda", "bf16")
-    own = search.propose(Choice(2, "none", search.own, search.numerics[0]))
-    apart = search.propose(Choice(1, "none", search.own, search.numerics[0]))
+    own = search.propose(Choice(2, "none", search.own, search.numerics[0], asynchronous=True))
+    apart = search.propose(Choice(1, "none", search.own, search.numerics[0], asynchronous=True))
     assert own is not None
     assert apart is not None
     assert own.need.total_bytes < apart.need.total_bytes

@@ -139,6 +139,19 @@ def test_a_budget_adds_up_and_says_when_most_is_held() -> None:
     assert bytes_of(found, "copy of the weights, first rank") == found.at("saving", "host") == 2 * MINI
 
 
+def test_what_asynchronous_saving_copies_is_in_main_memory_from_the_first_save_on() -> None:
+    checkpoint = {"every_steps": 50, "asynchronous": True}
+    found, kept = budget_of(2, checkpoint=checkpoint), budget_of(2)
+    copied = bytes_of(found, "copy of weights, first rank", "copy of masters", "copy of moments")
+    assert copied == pytest.approx((2 + 12 / 2) * MINI, rel=1e-4)
+    assert {moment: found.at(moment, "host") for moment in MOMENTS[1:]} == dict.fromkeys(MOMENTS[1:], copied)
+    assert [found.at(moment) for moment in MOMENTS] == [kept.at(moment) for moment in MOMENTS]
+    assert found.at("start", "host") == kept.at("start", "host")
+    on_cpu = [budget_of(2, device="cpu", checkpoint=table) for table in (checkpoint, {"every_steps": 50})]
+    assert on_cpu[0].static_bytes - on_cpu[1].static_bytes == copied
+    assert on_cpu[0].state_bytes == on_cpu[1].state_bytes
+
+
 def test_later_micro_steps_hold_the_earlier_sums() -> None:
     one, two = (
         budget(config, resolve(of_stage(2, 1), config, 2), 2, compute="bf16", device="cuda")
@@ -198,8 +211,8 @@ def compared(chosen: list[Case]) -> list[Comparison]:
 
 def test_live_engines_hold_what_is_predicted() -> None:
     """Two ranks, every stage and every precision it runs: static and start within 2 %, the peak within 10 %."""
-    found = compared([*cases(TINY, [0, 1, 2, 3]), *without_buckets(), kept_whole()])
-    assert len(found) == 22 + 3 + 1
+    found = compared([*cases(TINY, [0, 1, 2, 3]), *without_buckets(), *saved_from_copies(), kept_whole()])
+    assert len(found) == 22 + 3 + 4 + 1
     assert [one.line() for one in found if not one.is_within] == []
     at_start = {one.case: one.moments_predicted["start"] / one.moments_measured["start"] for one in found}
     assert {case: ratio for case, ratio in at_start.items() if abs(ratio - 1) > 0.02} == {}
@@ -220,6 +233,21 @@ def without_buckets() -> Iterator[Case]:
         if case.name.endswith("bf16 master fp32 sums bf16"):
             zero = {**case.deepspeed["zero_optimization"], "contiguous_gradients": False}
             yield replace(case, name=f"{case.name}, no buffer", deepspeed={**case.deepspeed, "zero_optimization": zero})
+
+
+def saved_from_copies() -> Iterator[Case]:
+    """One of each kind of engine, with asynchronous saving."""
+    chosen = (
+        "zero0 bf16 master fp32 sums bf16",
+        "zero1 bf16 master fp32 sums fp32",
+        "zero2 bf16 master bf16 sums fp32",
+    )
+    for case in cases(TINY, [0, 1, 2, 3]):
+        if case.name in (*chosen, "zero3 bf16 master fp32 sums fp32"):
+            saving = case.config.checkpoint.model_copy(update={"asynchronous": True})
+            yield replace(
+                case, name=f"{case.name}, copied", config=case.config.model_copy(update={"checkpoint": saving})
+            )
 
 
 @pytest.mark.soak

@@ -174,6 +174,8 @@ def refuse_other(path: Path, stored: Mapping[str, Any], ours: Mapping[str, Any],
     history = history_of(path, stored)
     try:
         found = list(differences(stored, ours, history))
+        if not found:
+            after(ours, history)
     except ValueError as error:
         raise CheckpointError(f"{path}: this recipe does not fit behind it: {error}") from None
     for one in found:

@@ -320,6 +320,19 @@ def test_rolled_back_behind_a_change_it_is_made_again(made: Made, tmp_path: Path
     assert again.to_json() == state_of(made.path, 5)["changes"]
 
 
+def test_steps_behind_a_change_that_no_checkpoint_has_yet_are_traced(made: Made, tmp_path: Path) -> None:
+    """Killed behind step 8, the newest checkpoint of step 6: the start's own record says what the steps read."""
+    run = tmp_path / "run"
+    shutil.copytree(checkpoint(made.path, 6), checkpoint(run, 6))
+    (run / "checkpoints" / "latest").write_text("step-00000006\n")
+    attempts = json.loads((made.path / "environment.json").read_text())["attempts"]
+    (run / "environment.json").write_text(json.dumps({"attempts": attempts[:4]}))
+    (run / "recipe.toml").write_text(to_toml(parse_recipe(made.tables[3])))
+    assert_traced(run, 6, together(made.seen, 3))
+    assert_traced(run, 3, together(made.seen, 1))
+    assert read_run(run).checked_against == checkpoint(run, 6)
+
+
 def test_checkpoints_of_earlier_versions_can_be_changed(made: Made, other_collection: Path, tmp_path: Path) -> None:
     """They say neither where their data lay nor which text each source had: the run's recipe and its data do."""
     old, run = checkpoint(made.path, 3), tmp_path / "run"

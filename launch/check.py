@@ -106,8 +106,11 @@ def check(
     unknown = next((name for name in skip if name not in CHECKS), None)
     if unknown is not None:
         raise LaunchError(f"--skip {unknown}: no check has this name; they are: {', '.join(CHECKS)}")
+    if not 0 < seconds < math.inf:
+        raise LaunchError(f"--wait-seconds {seconds:g}: must be more than 0")
     if asked.recipe is not None:
-        asked = replace(asked, plan=plan_recipe(asked.recipe, asked.ranks, overrides, check_data=False))
+        plan = plan_recipe(asked.recipe, asked.ranks, overrides, check_data=False, memory=())  # of no device yet
+        asked = replace(asked, plan=plan)
     return _Check(asked, overrides, skip, seconds, say).report()
 
 

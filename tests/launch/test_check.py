@@ -89,6 +89,7 @@ def test_a_machine_that_is_not_ready_ends_as_2(tiny_recipe: Callable[..., dict[s
         (["--master-port", "70000"], ["--master-port 70000", "65535"]),
         (["--master-addr", "node-1"], ["--master-addr", "--hostfile"]),
         (["--grace-seconds", "nan"], ["--grace-seconds nan"]),
+        (["--wait-seconds", "0"], ["--wait-seconds 0"]),
         (["--hostfile", "absent"], ["absent", "slots"]),
         (["--hostfile", "hosts", "--ranks", "2"], ["--ranks and --hostfile"]),
         (["absent.toml"], ["absent.toml"]),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,18 @@ def watching(host: Host, words: str, number: signal.Signals) -> Iterator[None]:
         watcher.join()
 
 
+@contextmanager
+def started_with(host: Host, line: str, folder: Path) -> Iterator[None]:
+    """A line of sh before everything that is started on one host: timeout(1) starts it, and stands in there."""
+    timeout = Path(str(shutil.which("timeout"))).resolve()
+    real, other = folder / "real", folder / "other"
+    shutil.copy(timeout, real)
+    other.write_text(f'#!/bin/sh\n{line}\nexec {real} "$@"\n')
+    other.chmod(0o755)
+    with mounted(host, other, timeout):
+        yield
+
+
 def changed_copy(path: Path, folder: Path, change: Callable[[str], str]) -> Path:
     copy = folder / path.name
     copy.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
@@ -213,23 +226,30 @@ def test_another_recipe(hosts: tuple[Host, Host], place: Place, tmp_path: Path) 
         place.check(*QUICK).only("code", "recipe.toml")
 
 
-@pytest.mark.parametrize("name", ["torch", "deepspeed"])
-def test_another_version(name: str, hosts: tuple[Host, Host], place: Place, tmp_path: Path) -> None:
-    import importlib.metadata
-
+def dist_info(name: str) -> tuple[str, Path]:
+    """The version of a library that is installed, and the folder that says so."""
     found = importlib.metadata.distribution(name)
-    path = Path(str(found.locate_file(""))) / f"{name}-{found.version}.dist-info" / "METADATA"
-    copy = changed_copy(path, tmp_path, lambda text: text.replace(f"\nVersion: {found.version}", "\nVersion: 1.0", 1))
-    with mounted(hosts[1], copy, path):
-        place.check(*QUICK).only(name, f"node-2 has {name} 1.0, node-1 {found.version}", "install the same")
+    return found.version, Path(str(found.locate_file(""))) / f"{name}-{found.version}.dist-info"
+
+
+def test_other_versions(hosts: tuple[Host, Host], place: Place, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        versions = {}
+        for name in ("torch", "deepspeed", "numpy"):
+            versions[name], folder = dist_info(name)
+            lines = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+            (tmp_path / name).write_text(lines)
+            stack.enter_context(mounted(hosts[1], tmp_path / name, folder / "METADATA"))
+        checked = place.check(*QUICK)
+    for name in ("torch", "deepspeed"):
+        checked.among(name, f"node-2 has {name} 1.0, node-1 {versions[name]}: install the same on both")
+    assert len(checked.report["reasons"]) == 2
+    (warning,) = checked.report["warnings"]
+    assert warning.startswith(f"other libraries: node-2 has numpy 1.0, not {versions['numpy']}: ")
 
 
 def test_a_host_without_torch(hosts: tuple[Host, Host], place: Place, tmp_path: Path) -> None:
-    import importlib.metadata
-
-    found = importlib.metadata.distribution("torch")
-    path = Path(str(found.locate_file(""))) / f"torch-{found.version}.dist-info"
-    with mounted(hosts[1], tmp_path, path):
+    with mounted(hosts[1], tmp_path, dist_info("torch")[1]):
         place.check(*QUICK).only("torch", "node-2 has torch not at all")
 
 
@@ -254,6 +274,13 @@ def test_too_little_memory(place: Place) -> None:
     larger = [f"batch.{size}_batch_size=4000000" for size in ("global", "micro")]
     checked = place.check(*skipped, "--set", larger[0], "--set", larger[1].replace("4000000", "2000000"))
     checked.among("free memory", "node-2 has", "of main memory free for a rank, the recipe needs", "--fit")
+
+
+def test_few_open_files(hosts: tuple[Host, Host], place: Place, tmp_path: Path) -> None:
+    with started_with(hosts[1], "ulimit -n 1000", tmp_path):
+        checked = place.check(*QUICK)
+    assert (checked.code, checked.level("limits", NAMES[1])) == (0, "warn")
+    assert "node-2 allows 1,000 open files" in checked.report["warnings"][0]
 
 
 def test_little_shared_memory(hosts: tuple[Host, Host], place: Place) -> None:
@@ -333,12 +360,7 @@ def test_a_clock_that_is_wrong(hosts: tuple[Host, Host], place: Place, tmp_path:
     """What is started on the second host sees a clock a minute ahead: by libfaketime, which all of them load."""
     library = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
     assert library is not None, "apt-get install faketime"
-    timeout = Path(str(shutil.which("timeout"))).resolve()
-    real, wrong = tmp_path / "real", tmp_path / "wrong"
-    shutil.copy(timeout, real)
-    wrong.write_text(f'#!/bin/sh\nLD_PRELOAD={library} FAKETIME=+60s exec {real} "$@"\n')
-    wrong.chmod(0o755)
-    with mounted(hosts[1], wrong, timeout):
+    with started_with(hosts[1], f"export LD_PRELOAD={library} FAKETIME=+60s", tmp_path):
         place.check(*QUICK).only("clock", "the clock of node-2 is", "s ahead", "chrony")
 
 

@@ -224,7 +224,7 @@ def _ranks(run: Path, attempt: Mapping[str, Any], now: float) -> list[RankStatus
 
 def _late(doing: str, age: float | None, since: float | None, patience: float) -> str | None:
     if age is None or since is None:
-        return "it left no sign of life"
+        return "no sign of life of it is seen here: it gave none, or its machine does not share this directory"
     if age > patience:
         return f"no sign of life for {duration(age)}: it hangs, was killed, or its machine is gone"
     if doing == "waits for data" and since > LATE_SECONDS:

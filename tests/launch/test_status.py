@@ -92,7 +92,7 @@ def test_a_run_that_trains(run: Run) -> None:
     [
         ({"age": LATE_SECONDS + 5}, "no sign of life for 20 s"),
         ({"doing": "waits for data", "since": LATE_SECONDS + 75}, "has been waiting for data for 1 min 30 s"),
-        (None, "it left no sign of life"),
+        (None, "no sign of life of it is seen here"),
     ],
 )
 def test_who_is_late(run: Run, sign: dict[str, Any] | None, words: str) -> None:

@@ -10,6 +10,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -409,7 +410,7 @@ def test_machines_that_differ_are_refused(
 
 
 def carry_case(ranks: Ranks, places: Sequence[Path]) -> tuple[list[str], int]:
-    """Files to and fro in small pieces: what was said of three walks, and the most that was held meanwhile."""
+    """Files to and fro in small pieces: what was said of four walks, and the most that was held meanwhile."""
     ranks = as_node(ranks, places)
     sizes = {"big": 3_000_001, "small": 5, "empty": 0}
     said = []
@@ -425,12 +426,13 @@ def carry_case(ranks: Ranks, places: Sequence[Path]) -> tuple[list[str], int]:
             Path("full").mkdir()
             Path("full/big").symlink_to("/dev/full")
         tracemalloc.start()
-        for target in ("full", "whole", "cut"):
+        for target in ("full", "whole", "other", "cut"):
             if target == "cut" and ranks.is_first:
                 os.truncate("big", 100)
             ranks.barrier()
             try:
-                courier.carry(files, Path(), Path(target))
+                recorded = [replace(one, sha256=hashes["empty"]) for one in files] if target == "other" else files
+                courier.carry(recorded, Path(), Path(target))
                 said.append("carried")
             except OSError as error:
                 said.append(str(error))
@@ -446,8 +448,11 @@ def test_files_are_carried_in_pieces_and_a_full_disk_is_told_on_all_ranks(tmp_pa
     (said, peak), (others, others_peak) = run_ranks(2, carry_case, places)
     assert said == others
     assert said == [
-        "on rank 1: full/big: No space left on device", "carried", "on rank 0: big: it is shorter than was recorded"
-    ]  # fmt: skip
+        "on rank 1: full/big: No space left on device",
+        "carried",
+        "on rank 1: other/big arrived from rank 0 with another sha256 than the recorded one",
+        "on rank 0: big: it is shorter than was recorded",
+    ]
     assert max(peak, others_peak) < 1_000_000
     for name, size in (("big", 3_000_001), ("small", 5), ("empty", 0)):
         assert (places[1] / "whole" / name).stat().st_size == size

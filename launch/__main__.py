@@ -16,10 +16,11 @@ from typing import Annotated
 
 import typer
 
-from launch.command import Launch, Where, prepare
+from launch.command import Launch, prepare
 from launch.errors import LaunchError
 from launch.restarts import run as run_again
 from launch.restarts import start, wishes
+from launch.where import Where
 
 PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
 REPORT_COLUMNS = 160  # of a report that is no terminal's

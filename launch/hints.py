@@ -31,8 +31,8 @@ HINTS: tuple[tuple[str, str], ...] = (
         f"the disk is full: make room, and {SAVED}",
     ),
     (
-        r"[Oo]ther code|different code|not the same code",
-        "the nodes run different code: bring all of them to one commit; `python -m launch check` compares them",
+        r"has another [\w ]+ than rank 0|[Oo]ther code|different code",
+        "the nodes differ: `python -m launch check` compares all of them",
     ),
     (
         r"No route to host|[Nn]etwork is unreachable|EHOSTUNREACH|ENETUNREACH",

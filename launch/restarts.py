@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.command import Launch, Where
+from launch.command import Launch
 from launch.ending import BAD_INPUT, newest_attempt
 from launch.errors import LaunchError
 from launch.hosts import Host, read_hostfile
 from launch.remote import on_each
 from launch.running import run_once
 from launch.status import RESTARTING, read, steps_made
+from launch.where import Where
 
 PAUSE_SECONDS = 3.0  # before the next start: a machine that goes down takes its services with it one by one
 ANSWER_SECONDS = 15.0

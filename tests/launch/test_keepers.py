@@ -63,7 +63,7 @@ RENDEZVOUS = (
 )
 KEEPER = "any(iter(lambda: time.sleep(0.01) or any(folder.glob('logs/*/*')), True)); "
 KEEPER += "os.kill(os.getppid(), signal.SIGKILL); time.sleep(3600)"
-OTHER = "sys.exit('error: rank 1 runs other code than rank 0 (commit 1a2b, 3c4d)')"
+OTHER = "sys.exit('error: rank 1 (b) has another program than rank 0 (a): its commit is 1a2b there, 3c4d here')"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ OTHER = "sys.exit('error: rank 1 runs other code than rank 0 (commit 1a2b, 3c4d)
         (TOO_BIG, 1, "MemoryError; memory ran out: `python -m pretrain plan RECIPE"),
         (FULL, 1, "No space left on device; the disk is full: make room"),
         (RENDEZVOUS, 1, "not all ranks came, or one fell silent"),
-        (OTHER, 1, "rank 1 runs other code than rank 0 (commit 1a2b, 3c4d); the nodes run different code"),
+        (OTHER, 1, "its commit is 1a2b there, 3c4d here; the nodes differ: `python -m launch check`"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 0 was killed by SIGKILL; SIGKILL came from outside"),
         (KEEPER, 1, "rank 0 vanished without a word"),
         ("sys.exit(7)", 7, "rank 0 failed with code 7"),

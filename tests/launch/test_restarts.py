@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.command import Launch, Where
+from launch.command import Launch
 from launch.errors import LaunchError
 from launch.hosts import Host
 from launch.restarts import Elastic, start, why_not, wishes
+from launch.where import Where
 from tests.command_line import run_command
 
 HERE = Host("localhost", 2)

@@ -219,7 +219,10 @@ def plan(
 def run(
     recipe: Recipe,
     directory: Annotated[
-        Path | None, typer.Option("--run", metavar="DIR", help="The run directory; runs/RECIPE if not given.")
+        Path | None,
+        typer.Option(
+            "--run", "--run-dir", metavar="DIR", help="The run directory; runs/RECIPE if not given. torchrun minds --run."
+        ),
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[

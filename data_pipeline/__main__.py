@@ -389,7 +389,7 @@ def trace_command(
         for other in others:
             first, last = (run_steps.step_of(sample) + 1 for sample in (other.start, other.stop - 1))
             print(
-                f"{run}: steps {first:,} to {last:,} read other text as {name}, or none; --data asks for its documents",
+                f"{run}: steps {first:,} to {last:,} read other text as {name}, or none: name that data with --data",
                 file=sys.stderr,
             )
     traced = with_texts(part.collection, part.streams, reads, choose_codec(part.collection), with_files=not no_files)

@@ -89,9 +89,7 @@ class Earlier:
                 )
         plan = open_plan(collection, self.order.seq_len) if self.order.packing == "best_fit" else None
         if plan is not None and plan.planned.sha256 != self.read.order["plan_sha256"]:
-            raise DataFormatError(
-                f"{plan.folder} has other rows than samples {self.first_sample:,} to {self.end - 1:,}"
-            )
+            raise DataFormatError(f"{plan.folder} has other rows than the samples before {self.end:,} were read from")
         return Part(self.first_sample, self.end, collection, self.order, plan)
 
 

@@ -246,8 +246,7 @@ class _Check:
         return network_checks.all_reduce(asked, ranks, SUM_BYTES[asked.device])
 
     def _place(self, name: str) -> dict[str, Any]:
-        first = self.asked.first.rpartition("@")[2]
-        return {"run": str(self.asked.run), "mark": self.marks[name], "first": first}
+        return {"run": str(self.asked.run), "mark": self.marks[name]}
 
     def _ask(self, names: Sequence[str] | Facts, questions: Mapping[str, Any], timeout: float) -> dict[str, Answer]:
         source = Path(probe.__file__).read_text(encoding="utf-8")

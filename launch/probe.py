@@ -43,8 +43,7 @@ GPU_FIELDS = "index,name,memory.total,memory.used,driver_version,uuid"
 
 def facts(ask: dict[str, Any]) -> dict[str, Any]:
     """Everything about this node that needs no other one. `root`: of our code; `run`, `data`, `tokenizer`, `recipe`:
-    paths or None; `mark`: the name of the file to leave; `write_bytes`: at most so much is written, and removed;
-    `first`: the name of the first node."""
+    paths or None; `mark`: the name of the file to leave; `write_bytes`: at most so much is written, and removed."""
     root = Path(ask["root"])
     return {
         "hostname": socket.gethostname(),
@@ -62,7 +61,6 @@ def facts(ask: dict[str, Any]) -> dict[str, Any]:
         **_collection(ask["data"]),
         **_tokenizer(ask["tokenizer"]),
         "own_addresses": _resolve(socket.gethostname()),
-        "first_addresses": _resolve(ask["first"]),
         "addresses": dict(_interfaces()),
         "default_route": _route("192.0.2.1"),  # TEST-NET-1 of RFC 5737: no packet is sent
     }

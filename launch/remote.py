@@ -15,6 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,10 +93,12 @@ def run_on(
 ) -> dict[str, Answer]:
     """As `on_each`, with a command of its own for each node."""
     calls: dict[str, _Call] = {}
+    with ThreadPoolExecutor(max(len(commands), 1)) as pool:  # a name server that is silent is so for all at once
+        here = dict(zip(commands, pool.map(is_here, commands), strict=True))
     deadline = time.monotonic() + timeout
     try:
         for name, argv in commands.items():
-            calls[name] = _Call(name, _script(argv, directory, environment, timeout))
+            calls[name] = _Call(name, here[name], _script(argv, directory, environment, timeout))
         return {name: call.answer(deadline, timeout) for name, call in calls.items()}
     finally:  # all at once, also where a Ctrl-C came in between
         for call in calls.values():
@@ -133,10 +136,8 @@ def _script(argv: Sequence[str], directory: Path, environment: Mapping[str, str]
 class _Call:
     """A command that runs on one node."""
 
-    def __init__(self, name: str, script: str) -> None:
-        self.name = name
-        self.here = is_here(name)
-        command = ["sh"] if self.here else [*SSH, "--", name, "sh"]
+    def __init__(self, name: str, here: bool, script: str) -> None:
+        command = ["sh"] if here else [*SSH, "--", name, "sh"]
         self.missing = shutil.which(command[0]) is None
         if self.missing:
             return

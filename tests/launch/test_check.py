@@ -118,7 +118,7 @@ def test_a_host_that_has_no_address_is_left_to_the_report(tmp_path: Path) -> Non
 def described(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What this machine says of itself; JSON and back, as it comes over the line."""
     run = tmp_path_factory.mktemp("run")
-    ask = {"root": str(root()), "recipe": None, "run": str(run), "data": None, "tokenizer": None, "first": "localhost"}
+    ask = {"root": str(root()), "recipe": None, "run": str(run), "data": None, "tokenizer": None}
     return dict(json.loads(json.dumps(probe.facts({**ask, "mark": ".mark", "write_bytes": 2**20}))))
 
 

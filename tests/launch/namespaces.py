@@ -62,18 +62,19 @@ class Host:
 
     def start(self, argv: Sequence[object], **options: Any) -> subprocess.Popen[str]:
         """A command on this host, with Popen's options. What it leaves behind ends with the host."""
-        return subprocess.Popen(self._entering(argv), text=True, **options)
+        return subprocess.Popen(self._entering(argv, options.pop("cwd", Path.cwd())), text=True, **options)
 
     def run(
         self, argv: Sequence[object], *, environment: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         """A command on this host to its end; its output is kept."""
         options = {"capture_output": True, "check": False, "env": environment, **options}
-        return subprocess.run(self._entering(argv), text=True, stdin=subprocess.DEVNULL, **options)
+        command = self._entering(argv, options.pop("cwd", Path.cwd()))
+        return subprocess.run(command, text=True, stdin=subprocess.DEVNULL, **options)
 
-    def _entering(self, argv: Sequence[object]) -> list[str]:
+    def _entering(self, argv: Sequence[object], directory: Path) -> list[str]:
         here = ["nsenter", "--target", str(self.first_pid), "--net", "--mount", "--uts", "--ipc", "--pid"]
-        return [*here, f"--wd={Path.cwd()}", "--", *map(str, argv)]
+        return [*here, f"--wdns={directory}", "--", *map(str, argv)]
 
     def processes(self) -> dict[int, str]:
         """The command line of each process that lives on this host, but for its first one, its sshd and sleep."""

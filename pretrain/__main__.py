@@ -295,6 +295,7 @@ def run(
     from pretrain.out_of_memory import explain, is_out_of_memory
     from pretrain.run_directory import RunDirectory
     from pretrain.runtime import Ranks, auto_compute, is_lost_peer, is_timeout, one_ranks_fault, pick_device
+    from pretrain.saving import NotSavedError
     from pretrain.train import train
 
     with one_ranks_fault():
@@ -329,6 +330,8 @@ def run(
     except TrainingDivergedError as error:
         _complain(str(error))
         raise typer.Exit(1) from None
+    except NotSavedError as error:  # all ranks know of it
+        raise typer.Exit(_complain(str(error))) from None
     except (RuntimeError, MemoryError, OSError) as error:
         if is_out_of_memory(error):
             saved = RunDirectory(path).checkpoints

@@ -53,7 +53,7 @@ class Deadline:
         self._first_save_seconds = first_save_bytes / WRITTEN_BYTES_PER_SECOND
         self._steps: deque[float] = deque(maxlen=RECENT)
         self._saves: deque[float] = deque(maxlen=RECENT)
-        self.save_in_flight = False  # one has to end before the last can begin
+        self.save_in_flight: Callable[[], bool] = lambda: False  # it has to end before the last can begin
 
     def measured_step(self, seconds: float) -> None:
         self._steps.append(seconds)
@@ -64,7 +64,7 @@ class Deadline:
     def is_near(self, *, before_step: bool) -> bool:
         """Whether a save must begin now to be over in time; `before_step`: whether it must if a step comes first."""
         save = max(self._saves, default=self._first_save_seconds)
-        saves = 2 if self.save_in_flight else 1
+        saves = 2 if self.save_in_flight() else 1
         step = max(self._steps, default=0.0) if before_step else 0.0
         return self._clock() + step + 1.5 * save * saves + EXIT_SECONDS >= self.at
 

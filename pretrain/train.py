@@ -516,6 +516,8 @@ def train(
             asynchronous=asynchronous, on_end=save_ended, shelf=shelf,
         )  # fmt: skip
         stack.callback(checkpoints.close)
+        if stop.deadline is not None:
+            stop.deadline.save_in_flight = lambda: checkpoints.in_flight
         state = TrainState() if resumed_from is None else checkpoints.load(resumed_from, engine)
         unscored = resumed_from is not None and lacks_evaluation(resumed_from, state, config)
         if shelf is not None:
@@ -554,7 +556,6 @@ def train(
                 checkpoints.poll()
                 if stop.deadline is not None:
                     stop.deadline.measured_step(report.step_seconds)
-                    stop.deadline.save_in_flight = checkpoints.in_flight
                 if result.stop_wanted and not last:
                     raise StopAgreedError
                 if due(state, config.evaluation.every_steps) or last:

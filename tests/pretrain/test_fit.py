@@ -361,6 +361,17 @@ def test_relief_prefers_what_a_checkpoint_resumes_under():
     assert relief(least, 2, "cuda", "bf16", 100 * GB) == (None, True)
 
 
+def test_relief_takes_the_copy_of_asynchronous_saving_first():
+    """It costs no step anything, and every checkpoint goes on without."""
+    copying = needed(HALF_B, 2, "cpu", "bf16")
+    change, resumes = relief(HALF_B, 2, "cpu", "bf16", GB)
+    assert resumes
+    assert change is not None
+    assert change.to_text() == "checkpoint.asynchronous = false"
+    assert change.need.peak_bytes < copying.peak_bytes - 4 * GB
+    assert not parse_recipe(tomllib.loads(to_toml(change.config))).checkpoint.asynchronous
+
+
 def test_relief_names_nothing_that_saves_next_to_nothing():
     """A micro-batch of 1 instead of 2, where nearly all is state: less, and no help."""
     config = recipe(

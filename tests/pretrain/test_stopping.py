@@ -85,6 +85,11 @@ def test_a_deadline_leaves_time_to_save_and_for_the_step_before() -> None:
     deadline.measured_save(10.0)
     request.reason = None
     assert not request.wanted()
+    deadline.save_in_flight = lambda: True  # it has to end first: 965 is what two of them leave
+    now[0] = 965.1
+    assert request.wanted()
+    deadline.save_in_flight, request.reason = lambda: False, None
+    assert not request.wanted()
     now[0] = 980.1
     assert request.wanted()
 
@@ -100,6 +105,12 @@ def test_a_save_that_takes_half_of_the_grace_is_warned_of_once(
     report.saved(15.5, 30.0)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: saving took 15.5 s, more than half of the 30 s between")
+    report = Report(RunDirectory(tmp_path), recipe(), active=True)
+    report.saved(7.5, 30.0, waits_for_another=True)
+    assert capsys.readouterr().err == ""
+    report.saved(7.6, 30.0, waits_for_another=True)
+    told = "warning: saving took 7.6 s, which a stop may have to await and then to do again, more than half of the 30 s"
+    assert capsys.readouterr().err.startswith(told)
 
 
 class Slow:

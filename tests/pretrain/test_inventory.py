@@ -9,14 +9,17 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import typer
 from safetensors.torch import load_file, save_file
 
+import pretrain.train
 from data_pipeline.durable import file_sha256
 from pretrain import checkpoint as store
 from pretrain.__main__ import app
@@ -25,7 +28,7 @@ from pretrain.config import RecipeError, parse_recipe
 from pretrain.engine import process_group
 from pretrain.evaluate import evaluate_checkpoint
 from pretrain.export import export_hf
-from pretrain.metrics import TrainingDivergedError, read_metrics
+from pretrain.metrics import TrainingDivergedError, all_records, read_metrics
 from pretrain.run_directory import CheckpointError, RunDirectory, RunDirectoryError
 from pretrain.runtime import Ranks
 from pretrain.state import Measured
@@ -192,6 +195,58 @@ def test_a_run_whose_weights_stop_being_finite_keeps_its_last_healthy_checkpoint
     assert sorted(entry.name for entry in (run / "checkpoints").iterdir()) == [
         "latest", "step-00000011", "step-00000011.unhealthy", "step-00000012",
     ]  # fmt: skip
+
+
+def spoilt_case(ranks: Ranks, tables: dict[str, Any], path: Path) -> list[str]:
+    """A run in which, behind the save of step 4, one second moment of one rank turns infinite; then the same again."""
+    saved: list[int] = []
+
+    def step(engine: Any, *rest: Any, **wishes: Any) -> Any:
+        result = train_step(engine, *rest, **wishes)
+        saved.append(len(saved) + 1)
+        if saved[-1] == 5 and ranks.rank == 1:
+            optimizer = engine._engine.optimizer.optimizer
+            next(iter(optimizer.state.values()))["exp_avg_sq"].view(-1)[3] = math.inf
+        return result
+
+    with (
+        process_group(torch.device("cpu")),  # DeepSpeed can't be started twice in a process
+        mock.patch.object(pretrain.train, "process_group", return_value=nullcontext()),
+    ):
+        with mock.patch.object(pretrain.train, "train_step", step):
+            first = train(parse_recipe(tables), path, ranks)
+        if ranks.is_first:
+            shutil.copytree(path, path.with_name("spoilt"))
+        ranks.barrier()
+        return [first, train(parse_recipe(tables), path, ranks)]
+
+
+def test_however_many_saves_follow_numbers_that_are_not_finite_two_healthy_ones_stay(
+    tiny_recipe: Tables, tmp_path: Path
+) -> None:
+    """An infinite second moment leaves every loss finite: its weight stands still, and the run goes on to its end."""
+    tables = tiny_recipe(
+        schedule={"max_steps": 12},
+        checkpoint={"every_steps": 1, "keep_last": 1},
+        evaluation={"every_steps": 12, "max_tokens": 64},
+    )
+    run, spoilt = tmp_path / "run", tmp_path / "spoilt"
+    assert run_ranks(2, spoilt_case, tables, run) == [["finished", "finished"]] * 2
+    assert steps(spoilt) == [3, 4, 12]
+    assert [store.saved(path).healthy for path in list_checkpoints(spoilt / "checkpoints")] == [True, True, False]
+    verify(at(spoilt, 4))
+    assert steps(run) == [11, 12]
+    assert all(store.saved(path).healthy for path in list_checkpoints(run / "checkpoints"))
+    assert (run / "checkpoints" / "step-00000012.unhealthy").is_dir()
+    attempts = json.loads((run / "environment.json").read_text())["attempts"]
+    assert attempts[1]["resumed_from"] == str(at(run, 4))
+    losses: dict[int, list[float]] = {}
+    for record in all_records(run / "metrics.jsonl"):
+        if record["kind"] == "train":
+            losses.setdefault(record["step"], []).append(record["loss"])
+    assert all(math.isfinite(loss) for both in losses.values() for loss in both)
+    assert losses[5][0] == losses[5][1]
+    assert losses[12][0] != losses[12][1], "nothing was spoilt"
 
 
 # ---------------------------------------------------------------- listed, verified, pruned

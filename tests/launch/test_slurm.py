@@ -131,7 +131,7 @@ printf '%s\\n' "$MASTER_ADDR:$MASTER_PORT" > "$HERE/meeting"
 log=$(printf '%s\\n' "$@" | sed -n 's/^--output=//p')
 while [[ $1 != bash ]]; do shift; done
 for rank in 0 1; do
-  log_of_rank=$(sed "s/%5t/0000$rank/; s/%%/%/g" <<< "$log")
+  log_of_rank=$(sed "s/%%/\\t/g; s/%5t/0000$rank/; s/%j/$SLURM_JOB_ID/g; s/\\t/%/g" <<< "$log")
   SLURM_PROCID=$rank SLURM_LOCALID=$rank SLURM_NTASKS=2 "$@" > "$log_of_rank" 2>&1 || code=$?
 done
 source "$HERE/then"

@@ -3,16 +3,19 @@
 metrics.jsonl is appended to and never rewritten. Every record carries `kind` ("train", "evaluation"), `step` and
 `attempt`; after a resume the replayed steps appear again with the next attempt's number, so nothing that was once
 reported is lost and a reader takes the last record of each step (`read_metrics`).
+
+A full disk ends no run here: what a save that fails has filled it gives back. Records wait for that in main memory.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -38,10 +41,21 @@ from pretrain.state import TrainState
 class MetricsLog:
     """Appends records to metrics.jsonl and scalars to TensorBoard. Only the first rank makes one."""
 
-    def __init__(self, path: Path, tensorboard: Path | None, *, attempt: int, global_step: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        tensorboard: Path | None,
+        *,
+        attempt: int,
+        global_step: int,
+        say: Callable[[str], None] = lambda message: None,
+    ) -> None:
         self.attempt = attempt
+        self._say = say
+        self._path = path
         _end_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
         self._writer: Any = None
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -56,18 +70,47 @@ class MetricsLog:
         """
         finite = {name: None if _is_not_finite(value) else value for name, value in values.items()}
         record = {"kind": kind, "step": step, "attempt": self.attempt, **finite, "at": now()}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        waited = bool(self._unwritten)
+        self._unwritten += json.dumps(record, allow_nan=False).encode() + b"\n"
+        if not self._append() and not waited:
+            self._say(f"warning: {self._path}: the disk is full: records wait in main memory until there is room")
         if self._writer is not None:
             prefix = f"{kind}/{values['source']}" if "source" in values else kind
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._writer.add_scalar(f"{prefix}/{name}", value, step)
+            scalars = {f"{prefix}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
+            self._plot(lambda writer: [writer.add_scalar(name, value, step) for name, value in scalars.items()])
 
     def close(self) -> None:
+        if not self._append():
+            lost = self._unwritten.count(b"\n")
+            self._say(f"warning: {self._path}: the disk is full: {lost} of its records are lost")
         self._file.close()
-        if self._writer is not None:
-            self._writer.close()
+        self._plot(lambda writer: writer.close())
+
+    def _append(self) -> bool:
+        """Write what is not yet written; False where the disk is full, perhaps within a line that goes on later."""
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if not is_full(error):
+                raise
+        return not self._unwritten
+
+    def _plot(self, draw: Callable[[Any], object]) -> None:
+        """Have TensorBoard's writer do something. Its thread ends at the first error, and with it the plots."""
+        if self._writer is None:
+            return
+        try:
+            draw(self._writer)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self._writer = None
+            self._say("warning: the disk is full: TensorBoard has no more of this attempt, metrics.jsonl has all of it")
+
+
+def is_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _is_not_finite(value: object) -> bool:
@@ -180,7 +223,9 @@ class Report:
         self._attempt, self._state, self._samples = attempt, state, steps
         if self._active:
             tensorboard = self._directory.tensorboard if self._config.logging.tensorboard else None
-            self._log = MetricsLog(self._directory.metrics, tensorboard, attempt=attempt, global_step=state.global_step)
+            self._log = MetricsLog(
+                self._directory.metrics, tensorboard, attempt=attempt, global_step=state.global_step, say=self.say
+            )
         if resumed_from is not None:
             self.say(f"resumed from {resumed_from}: step {state.global_step}, {state.tokens_seen:,} tokens seen")
         for line in Reading.of(self._config, order, steps).lines():
@@ -318,13 +363,18 @@ class Report:
         self.say(f"step {state.global_step}: {message}; peak memory {peak_memory_bytes() / 1e9:.2f} GB on this rank")
 
     def _write_status(self, state: RunState) -> None:
-        if self._active and self._attempt is not None:
+        if not self._active or self._attempt is None:
+            return
+        try:
             self._directory.write_status(
                 state,
                 attempt=self._attempt,
                 global_step=self._state.global_step,
                 max_steps=self._config.schedule.max_steps,
             )
+        except OSError as error:
+            if not is_full(error):  # the one before stays
+                raise
 
 
 def peak_memory_bytes() -> int:

@@ -77,3 +77,22 @@ def test_a_run_says_at_its_start_what_it_reads_and_how_often(
             "mixture from sample 0: of every 4 samples a 1, b 3", "epochs in 3,200 samples: a 4.00, b 4.00"
         ]  # fmt: skip
         assert [line.split()[1] for line in said if line.startswith("warning: ")] == warned
+
+
+def test_records_wait_for_room_on_a_full_disk(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "full").symlink_to("/dev/full")
+    log = MetricsLog(tmp_path / "full", None, attempt=1, global_step=0, say=said.append)
+    for step in (1, 2):
+        log.write("train", step, {"loss": 1.0})
+    assert said == [f"warning: {tmp_path}/full: the disk is full: records wait in main memory until there is room"]
+    log._file = (tmp_path / "room").open("ab", buffering=0)
+    log.write("train", 3, {"loss": 1.0})
+    assert [record["step"] for record in all_records(tmp_path / "room")] == [1, 2, 3]
+    log.close()
+    assert len(said) == 1
+
+    log = MetricsLog(tmp_path / "full", None, attempt=1, global_step=0, say=said.append)
+    log.write("train", 4, {"loss": 1.0})
+    log.close()
+    assert said[1:] == [said[0], f"warning: {tmp_path}/full: the disk is full: 1 of its records are lost"]

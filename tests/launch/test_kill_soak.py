@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from launch.ending import newest_attempt
-from pretrain.checkpoint import list_checkpoints, verify
+from pretrain.checkpoint import list_checkpoints, step_of, verify
 from pretrain.config import parse_recipe, to_toml
 from pretrain.metrics import all_records, read_metrics
 from tests.launch.test_local import marked
-from tests.launch.test_stop_soak import ENDLESS, started, wait_for
+from tests.launch.test_stop_soak import ENDLESS, started, trains, wait_for
 from tests.pretrain.test_resume import assert_same_checkpoint, train_case
 from tests.ranks import live_ranks, run_ranks
 
@@ -32,7 +32,8 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200)]
 KILLS = int(os.environ.get("SOAK_KILLS", "60"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
 STAGES = (0, 1, 2, 3)
-EVALUATION_STEPS = 6
+LAUNCHED = 0.2  # of them, under the real launcher, whose processes take long to start
+EVERY_STEPS, EVALUATION_STEPS = 3, 6  # saved, evaluated
 MORE = 2  # steps behind the last kill
 
 
@@ -56,14 +57,19 @@ def phase_of(run: Path, before: int) -> str:
     return "evaluating" if due else "training"
 
 
+def newest_step(run: Path) -> int:
+    """Of the newest checkpoint, 0 without one."""
+    return max(map(step_of, list_checkpoints(run / "checkpoints")), default=0)
+
+
 def wait_for_the_moment(moments: random.Random, run: Path, before: int, start_seconds: float) -> None:
     """A random one: of the start, of any later time, or of a save."""
-    kind = moments.choices(("start", "any", "save"), (0.25, 0.35, 0.4))[0]
+    kind = moments.choices(("start", "any", "save"), (0.2, 0.35, 0.45))[0]
     if kind == "start":
         time.sleep(moments.uniform(0.0, start_seconds))
         return
-    metrics = run / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and any(one["attempt"] > before for one in all_records(metrics)))
+    there, more = newest_step(run), EVERY_STEPS * moments.choice((0, 0, 1, 2))
+    wait_for(lambda: newest_attempt(run) > before and trains(run, before + 1) and newest_step(run) >= there + more)
     time.sleep(moments.uniform(0.0, 1.0))
     if kind == "save":
         while not list((run / "checkpoints").glob("*.partial")):
@@ -72,11 +78,16 @@ def wait_for_the_moment(moments: random.Random, run: Path, before: int, start_se
 
 
 def kill_ranks(moments: random.Random, tables: dict[str, Any], run: Path) -> str:
-    """Of two ranks without a launcher one is killed, and the other ends by itself; or both are."""
+    """Of two ranks without a launcher one is killed, and the other ends by itself; or both are.
+
+    Both before they have met: a rank alone would wait for the other as long as torch lets it.
+    """
     before = newest_attempt(run)
     victims = moments.choice([(0,), (1,), (0, 1)])
     with live_ranks(2, train_case, tables, run) as ranks:
-        wait_for_the_moment(moments, run, before, 1.5)
+        wait_for_the_moment(moments, run, before, 2.0)
+        if newest_attempt(run) == before:
+            victims = (0, 1)
         for victim in victims:
             ranks[victim][0].kill()
         for process, _ in ranks:
@@ -118,10 +129,11 @@ def test_killed_at_random_moments(
     """Every restart goes on from the newest checkpoint, and that is whole; the end is that of a run never touched, bit
     for bit: weights, masters, moments, generators, and every loss and norm on the way."""
     tables = tiny_recipe(
-        model={"d_model": 64, "n_heads": 1},
+        model={"d_model": 64, "n_heads": 1, "n_layers": 1, "d_ff": 96, "seq_len": 32},
+        batch={"micro_batch_size": 4},
         schedule={"max_steps": ENDLESS, "min_lr": 1e-3, "peak_lr": 1e-3},  # no rate depends on where the end is
-        evaluation={"every_steps": EVALUATION_STEPS, "max_tokens": 4096},
-        checkpoint={"every_steps": 3, "keep_last": 2, "asynchronous": asynchronous},
+        evaluation={"every_steps": EVALUATION_STEPS, "max_tokens": 1024},
+        checkpoint={"every_steps": EVERY_STEPS, "keep_last": 2, "asynchronous": asynchronous},
         deepspeed={"config": f"ds_configs/zero{stage}.json"},
         precision={"accumulate": "bf16" if stage == 0 else "fp32"},
     )
@@ -132,7 +144,7 @@ def test_killed_at_random_moments(
     for number in range(KILLS // len(STAGES)):
         before = newest_attempt(run)
         there = list_checkpoints(run / "checkpoints")
-        launched = moments.random() < 0.4
+        launched = moments.random() < LAUNCHED
         victim = kill_launched(moments, recipe, run) if launched else kill_ranks(moments, tables, run)
         phase = phase_of(run, before)
         phases[phase] += 1
@@ -145,7 +157,7 @@ def test_killed_at_random_moments(
         assert not there or saved[-1].name >= there[-1].name, "the newest checkpoint was lost"
         print(f"ZeRO-{stage}, {number}: {victim}, {phase}, {saved[-1].name if saved else 'nothing saved'}", flush=True)
     print(f"ZeRO-{stage}, asynchronous {asynchronous}, seed {SEED}: {dict(sorted(phases.items()))}", flush=True)
-    reached = int(re.sub(r"\D", "", list_checkpoints(run / "checkpoints")[-1].name)) + MORE
+    reached = newest_step(run) + MORE
     shorter = {**tables, "schedule": {**tables["schedule"], "max_steps": reached}}
     for path in (run, whole):
         assert run_ranks(2, train_case, shorter, path) == ["finished", "finished"]

@@ -1,48 +1,25 @@
-"""Long tests: `make soak`. Kills at random moments, and the 0.5b recipe itself."""
+"""Long tests: `make soak`. A full disk, compiled blocks, and the 0.5b recipe itself."""
 
 from __future__ import annotations
 
-import random
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from pretrain.checkpoint import list_checkpoints, verify
 from pretrain.config import load_recipe, parse_recipe
-from pretrain.metrics import read_metrics
+from pretrain.metrics import Report, read_metrics
 from pretrain.plan import plan
 from pretrain.runtime import Ranks
 from pretrain.train import train
-from tests.pretrain.test_resume import assert_same_checkpoint, train_case
-from tests.ranks import live_ranks, root, run_ranks
+from tests.pretrain.test_resume import train_case
+from tests.ranks import root, run_ranks
 
 pytestmark = pytest.mark.soak
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_fifteen_kills_at_random_moments(
-    stage: int, tiny_recipe: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
-    """While starting, training, evaluating and saving; the end is that of a run never touched, bit for bit."""
-    tables = tiny_recipe(
-        schedule={"max_steps": 60},
-        deepspeed={"config": f"ds_configs/zero{stage}.json"},
-        precision={"accumulate": "bf16" if stage == 0 else "fp32"},
-    )
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run_ranks(2, train_case, tables, whole)
-    moments = random.Random(stage)
-    for _ in range(15):
-        with live_ranks(2, train_case, tables, killed):
-            time.sleep(moments.uniform(0.3, 5.0))
-    assert run_ranks(2, train_case, tables, killed) == ["finished", "finished"]
-    expected = [(r["step"], r["loss"], r["grad_norm"]) for r in read_metrics(whole / "metrics.jsonl")]
-    assert [(r["step"], r["loss"], r["grad_norm"]) for r in read_metrics(killed / "metrics.jsonl")] == expected
-    assert_same_checkpoint(list_checkpoints(whole / "checkpoints")[-1], list_checkpoints(killed / "checkpoints")[-1])
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -63,30 +40,51 @@ def test_compiled_blocks_train_as_others_do(
     assert records[True] == pytest.approx(records[False], rel=1e-5)
 
 
-def saving_case(ranks: Ranks, tables: dict[str, Any], path: Path) -> str:
-    try:
-        return train(parse_recipe(tables), path, ranks)
-    except OSError as error:
-        return str(error)
+def saving_case(ranks: Ranks, tables: dict[str, Any], path: Path) -> tuple[str, list[str]]:
+    """How a run ends, and what it said."""
+    said: list[str] = []
+    with mock.patch.object(Report, "say", lambda report, message: said.append(message)):
+        try:
+            return train(parse_recipe(tables), path, ranks), said
+        except OSError as error:
+            return str(error), said
 
 
-@pytest.mark.parametrize("kilobytes", [300, 1000, 2500, 4000])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("kilobytes", [300, 2500, 7000, 14000])
 def test_a_disk_that_is_full_while_saving(
-    kilobytes: int, tiny_recipe: Callable[..., dict[str, Any]], tmp_path: Path
+    kilobytes: int, asynchronous: bool, tiny_recipe: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    """A small file system of its own (mounting it wants root): one line, earlier checkpoints whole, room given back."""
+    """A small file system of its own (mounting it wants root) that holds all of the run: each save that does not fit is
+    told of in one line, and training goes on; that the last one does not is an error. What was saved is whole, and
+    with more room the same command goes on from it."""
     path = tmp_path / "small"
     path.mkdir()
-    tables = tiny_recipe(checkpoint={"every_steps": 2, "keep_last": 9}, evaluation={"every_steps": 100})
+    tables = tiny_recipe(
+        schedule={"max_steps": 12},
+        checkpoint={"every_steps": 2, "keep_last": 9, "asynchronous": asynchronous},
+        evaluation={"every_steps": 100},
+    )
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "none", str(path)], check=True)
     try:
-        (message,) = run_ranks(1, saving_case, tables, path / "run")
+        ((message, said),) = run_ranks(1, saving_case, tables, path / "run")
         assert "the disk is full" in message or "No space left" in message
-        for checkpoint in list_checkpoints(path / "run" / "checkpoints"):
+        there = list_checkpoints(path / "run" / "checkpoints")
+        for checkpoint in there:
             verify(checkpoint)
         assert not list((path / "run").glob("checkpoints/*.partial"))
+        if any("was not saved" in line for line in said):
+            assert message.endswith("start the same command again")
+            assert "nothing was saved at step-00000012, the checkpoints before it are whole" in message
+            assert [record["step"] for record in read_metrics(path / "run" / "metrics.jsonl")] == list(range(1, 13))
+            failed = [line for line in said if "was not saved" in line]
+            assert len(failed) + len(there) == 5
+            assert all("the disk is full" in line and "training goes on" in line for line in failed)
+        print(f"{kilobytes} kB, asynchronous {asynchronous}: {len(there)} saved; {message}")
         subprocess.run(["mount", "-o", "remount,size=64m", str(path)], check=True)
-        assert run_ranks(1, saving_case, tables, path / "run") == ["finished"]
+        ((message, said),) = run_ranks(1, saving_case, tables, path / "run")
+        assert message == "finished"
+        assert any(f"resumed from {there[-1]}" in line for line in said) if there else True
     finally:
         subprocess.run(["umount", str(path)], check=True)
 

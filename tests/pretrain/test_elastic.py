@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -380,7 +381,8 @@ def read_case(
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_layout_in_every_other(kind: str, tmp_path: Path) -> None:
-    sizes = (1, 2, 3)
+    """On 1 to SOAK_RANKS (3) ranks."""
+    sizes = range(1, int(os.environ.get("SOAK_RANKS", "3")) + 1)
     expected = {}
     for size in sizes:
         expected.update(run_ranks(size, written_case, tmp_path, [kind])[0])
@@ -391,4 +393,5 @@ def test_every_layout_in_every_other(kind: str, tmp_path: Path) -> None:
             assert losses == pytest.approx(expected[kind, there], rel=ROUNDING[kind]), (there, here)
             off = (abs(ours / theirs - 1) for ours, theirs in zip(losses, expected[kind, there], strict=True))
             furthest = max(furthest, *off)
-    print(f"{kind}: losses of {STEPS} steps differ by {furthest:.1e} of themselves at most")
+    pairs = len(expected) ** 2
+    print(f"{kind}: {pairs} pairs, losses of {STEPS} steps differ by {furthest:.1e} of themselves at most", flush=True)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from pretrain.checkpoint import list_checkpoints, verify
 from pretrain.config import parse_recipe, to_toml
 from pretrain.metrics import all_records, read_metrics
-from tests.launch.slurm_cluster import NODES, Cluster, Job, missing
+from tests.launch.slurm_cluster import Cluster, Job, missing
 from tests.launch.test_local import marked
 from tests.ranks import root
 
@@ -254,23 +254,6 @@ def test_the_stop_file_ends_it_for_good_and_the_same_script_goes_on(
     job.wait_for("COMPLETED")
     assert log_of(job, run).endswith("stop is there: not started again\n")
     assert len(attempts(run)) == 2
-
-
-def test_a_node_that_fails_costs_no_job(cluster: Cluster, recipe: Path, folder: Path) -> None:
-    """SLURM puts the job back by itself; it goes on when there is a node again."""
-    run = folder / "run"
-    job = cluster.submit(written(recipe, run, "--env", f"MARK={folder}"))
-    wait_until_it_trains(job, run, 1)
-    assert marked(folder)
-    cluster.ask("scontrol", "update", f"NodeName={NODES[0]}", "State=DOWN", "Reason=test")
-    wait_for_restart(job, 1)
-    while marked(folder):  # the node is well and only said to be down: its ranks save and end meanwhile
-        time.sleep(0.2)
-    ends_at(recipe, saved_step(run) + 2)
-    cluster.ask("scontrol", "update", f"NodeName={NODES[0]}", "State=RESUME")
-    job.wait_for("COMPLETED")
-    assert job.restarts == 1
-    assert attempts(run)[1]["resumed_from"] is not None
 
 
 def test_a_failure_fails_the_job_with_its_reason_in_the_log(cluster: Cluster, recipe: Path, folder: Path) -> None:

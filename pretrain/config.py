@@ -436,10 +436,8 @@ def new_values(earlier: str, recipe: str) -> list[str]:
             tables = tomllib.loads(text)
         except (ValueError, RecursionError):
             return {}
-        keys = {name: {"": value} if not isinstance(value, dict) else value for name, value in tables.items()}
-        return {
-            f"{name}.{key}".rstrip("."): _toml_value(value) for name, table in keys.items() for key, value in table.items()
-        }
+        parts = ((name, value if isinstance(value, dict) else {"": value}) for name, value in tables.items())
+        return {f"{name}.{key}".rstrip("."): _toml_value(value) for name, table in parts for key, value in table.items()}
 
     before = flat(earlier)
     return [f"{key} = {value}" for key, value in flat(recipe).items() if before.get(key) != value]

@@ -269,9 +269,7 @@ def test_what_is_not_named_is_refused_and_the_option_told(made: Made, other_coll
     foreign = identity_of(with_values(tables, data={"path": str(other_collection)}))
     assert len(refuse_other_run(newest, foreign, ["data"]).changes) == 4
     foreign["data"]["tokenizer"] = "ab" * 32
-    with pytest.raises(
-        CheckpointError, match=r"was trained with the tokenizer \w{12}, .* was written with abababab"
-    ):
+    with pytest.raises(CheckpointError, match=r"was trained with the tokenizer \w{12}, .* was written with abababab"):
         refuse_other_run(newest, foreign, ["data"])
     with pytest.raises(RecipeError, match="--change batch: there are global_batch_size, seq_len, data, model"):
         check_names(["data", "batch"])

@@ -311,6 +311,11 @@ def test_wrong_sums_are_counted(world_size: int, dtype: torch.dtype) -> None:
     assert wrong_elements(total, world_size) == 2
 
 
+def test_each_rank_adds_ones_at_places_of_its_own() -> None:
+    assert contribution(4, 5).tolist() == [0, 1, 0, 0, 1]
+    assert sum(contribution(rank, 4) for rank in range(4)).tolist() == [2, 1, 1, 2]
+
+
 def test_bandwidth_of_the_bus() -> None:
     """Two ranks send as much as they have; with many, it comes near twice that."""
     assert bus_bandwidth(100, 2.0, 2) == 50.0

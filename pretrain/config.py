@@ -437,7 +437,8 @@ def new_values(earlier: str, recipe: str) -> list[str]:
         except (ValueError, RecursionError):
             return {}
         parts = ((name, value if isinstance(value, dict) else {"": value}) for name, value in tables.items())
-        return {f"{name}.{key}".rstrip("."): _toml_value(value) for name, table in parts for key, value in table.items()}
+        pairs = ((f"{name}.{key}", value) for name, table in parts for key, value in table.items())
+        return {name.rstrip("."): _toml_value(value) for name, value in pairs}
 
     before = flat(earlier)
     return [f"{key} = {value}" for key, value in flat(recipe).items() if before.get(key) != value]

@@ -514,12 +514,10 @@ class TrainingEngine:
         if in_fp16:
             # At the smallest scale DeepSpeed would raise a bare Exception; `metrics.Report` says it better.
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
-        self._collected: Files = {}
-        self._snapshot: Snapshot | None = None
-        # What DeepSpeed would write is collected instead, so that it can be written elsewhere and later.
+        self._collector = _Collector()
         storage = self._engine.checkpoint_engine
-        storage.load, storage.save, storage.makedirs = _load_tensors, self._collect, _make_no_folder
-        self._engine._copy_recovery_script = self._collect_scripts
+        storage.load, storage.save, storage.makedirs = _load_tensors, self._collector.save, _make_no_folder
+        self._engine._copy_recovery_script = self._collector.copy_scripts
 
     def _matrix_layouts(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, list[Matrix]]:
         """Where the hidden matrices lie in the flat partitions that DeepSpeed made of them, from its own tables."""
@@ -688,23 +686,11 @@ class TrainingEngine:
 
         They have the numbers of now where a `snapshot` copies them; else those of when they are written.
         """
-        self._collected, self._snapshot = {}, snapshot
+        collector = self._collector
+        collector.files, collector.snapshot = {}, snapshot
         self._engine.save_checkpoint(".", tag=folder, save_latest=False)
-        files, self._collected, self._snapshot = self._collected, {}, None
+        files, collector.files, collector.snapshot = collector.files, {}, None
         return files
-
-    def _collect(self, state_dict: dict[str, Any], path: str) -> None:
-        import torch
-
-        kept = state_dict if self._snapshot is None else self._snapshot.take(state_dict)
-        self._collected[os.path.normpath(path)] = partial(torch.save, kept)
-
-    def _collect_scripts(self, folder: str) -> None:
-        """The scripts that DeepSpeed puts beside its files, executable as it has them."""
-        import deepspeed
-
-        for name in ("zero_to_fp32.py", "zero_to_torch.py"):
-            self._collected[name] = partial(_copy_script, Path(deepspeed.__file__).parent / "utils" / name)
 
     def load(self, folder: Path) -> Layout | None:
         """Read what `save` wrote. Where that lies otherwise here (other ranks, another stage), it is spread anew, and
@@ -813,11 +799,33 @@ class TrainingEngine:
         return weights
 
 
+class _Collector:
+    """Takes what DeepSpeed would write to a disk, so that it can be written elsewhere, and later."""
+
+    def __init__(self) -> None:
+        self.files: Files = {}
+        self.snapshot: Snapshot | None = None
+
+    def save(self, state_dict: dict[str, Any], path: str) -> None:
+        import torch
+
+        kept = state_dict if self.snapshot is None else self.snapshot.take(state_dict)
+        self.files[os.path.normpath(path)] = partial(torch.save, kept)
+
+    def copy_scripts(self, folder: str) -> None:
+        """Those that DeepSpeed puts beside its files."""
+        import deepspeed
+
+        for name in ("zero_to_fp32.py", "zero_to_torch.py"):
+            self.files[name] = partial(_copy_script, Path(deepspeed.__file__).parent / "utils" / name)
+
+
 def _make_no_folder(path: str, exist_ok: bool = False) -> None:
     """Whoever writes a file makes its folder."""
 
 
 def _copy_script(source: Path, path: Path) -> None:
+    """Executable, as DeepSpeed has it."""
     shutil.copyfile(source, path)
     path.chmod(path.stat().st_mode | stat.S_IEXEC)
 

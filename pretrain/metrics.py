@@ -208,6 +208,7 @@ class Report:
             self._bar.stop()
         if self._log is not None:
             self._log.close()
+            self._log = None  # it knows `say`, and who knows itself stays until Python looks, with the run's lock
 
     def say(self, message: str) -> None:
         """One line to the person who watches."""

@@ -89,12 +89,13 @@ def is_listed(name: str) -> bool:
     return any(name == one or ((one.endswith("_") or one == "PYTHON") and name.startswith(one)) for one in PASSED)
 
 
-def of_runner(environ: Mapping[str, str]) -> dict[str, str]:
-    """What DeepSpeed's launcher itself gets here: without what it would pass on by itself although nobody asked."""
+def of_runner(environ: Mapping[str, str], launcher: str) -> dict[str, str]:
+    """What DeepSpeed's launcher itself gets here: without what it would pass on by itself although nobody asked, and
+    without any secret where that is MPICH's mpirun, which passes on all that it has."""
     return {
         name: value
         for name, value in environ.items()
-        if not name.startswith(UNASKED) and not (is_listed(name) and looks_secret(name))
+        if not name.startswith(UNASKED) and not (looks_secret(name) and (is_listed(name) or launcher == "mpich"))
     }
 
 

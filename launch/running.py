@@ -91,7 +91,7 @@ def start(
     if launch.is_remote:
         passed = {**launch.passed, **lifelines.environment}
         files = [file_in_memory(passed, escape_percent=launch.launcher == "pdsh")]
-        environment = {**of_runner(environ), **passed, "DS_ENV_FILE": f"/proc/self/fd/{files[0]}"}
+        environment = {**of_runner(environ, launch.launcher), **passed, "DS_ENV_FILE": f"/proc/self/fd/{files[0]}"}
         environment["PDSH_SSH_ARGS_APPEND"] = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} {SSH_OPTIONS}".strip()
     # DeepSpeed's pdsh runner answers a SIGTERM by ending every launcher of this Python on all nodes, other runs' too.
     leash = signal.SIGKILL if launch.is_remote else signal.SIGTERM

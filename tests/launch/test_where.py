@@ -203,7 +203,8 @@ def test_secrets_are_not_shown_and_not_passed_on():
     assert "abc" not in str(caught.value)
     environ = {"HF_TOKEN": "abc", "NCCL_AUTH": "abc", "MLFLOW_TRACKING_PASSWORD": "abc", "MV2_X": "1", "PATH": "/bin"}
     assert passed_on(environ, {}, {}) == {}
-    assert of_runner(environ) == {"HF_TOKEN": "abc", "PATH": "/bin"}
+    assert of_runner(environ, "pdsh") == {"HF_TOKEN": "abc", "PATH": "/bin"}
+    assert of_runner(environ, "mpich") == {"PATH": "/bin"}
 
 
 def test_an_explicit_list_reaches_other_nodes_as_it_is():

@@ -24,6 +24,8 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scan
 NODES = (HOST := socket.gethostname().partition(".")[0], f"{HOST}-second")
 # A requeued job waits for as long as the credential of its last start could be valid: 2 minutes if nothing is said.
 CREDENTIAL_SECONDS = 5
+# Of a job; others come and go, as SIGNALING does.
+ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "GONE")
 KILL_WAIT_SECONDS = 60  # between SIGTERM and SIGKILL, for saving on a busy machine; 30 if nothing is said
 
 CONFIGURATION = """
@@ -211,8 +213,7 @@ class Job:
 
     def wait_for(self, *states: str) -> str:
         """Until it is in one of these states; AssertionError where it ends in another."""
-        ends = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "GONE", *states}
-        while (state := self.state) not in ends:
+        while (state := self.state) not in {*ENDS, *states}:
             time.sleep(0.1)
         assert state in states, f"job {self.number} is {state}: {self.facts()}"
         return state

@@ -24,7 +24,7 @@ from pretrain.config import parse_recipe, to_toml
 from pretrain.metrics import all_records, read_metrics
 from tests.launch.test_local import marked
 from tests.launch.test_stop_soak import ENDLESS, started, trains, wait_for
-from tests.pretrain.test_resume import assert_same_checkpoint, train_case
+from tests.pretrain.test_resume import all_alive, assert_same_checkpoint, train_case
 from tests.ranks import live_ranks, run_ranks
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200)]
@@ -62,18 +62,25 @@ def newest_step(run: Path) -> int:
     return max(map(step_of, list_checkpoints(run / "checkpoints")), default=0)
 
 
-def wait_for_the_moment(moments: random.Random, run: Path, before: int, start_seconds: float) -> None:
+def wait_for_the_moment(
+    moments: random.Random, run: Path, before: int, start_seconds: float, running: Callable[[], bool]
+) -> None:
     """A random one: of the start, of any later time, or of a save."""
+
+    def reached(condition: Callable[[], bool]) -> None:
+        while not condition():
+            assert running(), "it ended by itself"
+            time.sleep(0.002)
+
     kind = moments.choices(("start", "any", "save"), (0.2, 0.35, 0.45))[0]
     if kind == "start":
         time.sleep(moments.uniform(0.0, start_seconds))
         return
     there, more = newest_step(run), EVERY_STEPS * moments.choice((0, 0, 1, 2))
-    wait_for(lambda: newest_attempt(run) > before and trains(run, before + 1) and newest_step(run) >= there + more)
+    reached(lambda: newest_attempt(run) > before and trains(run, before + 1) and newest_step(run) >= there + more)
     time.sleep(moments.uniform(0.0, 1.0))
     if kind == "save":
-        while not list((run / "checkpoints").glob("*.partial")):
-            time.sleep(0.001)
+        reached(lambda: any((run / "checkpoints").glob("*.partial")))
         time.sleep(moments.uniform(0.0, 0.1))
 
 
@@ -85,7 +92,7 @@ def kill_ranks(moments: random.Random, tables: dict[str, Any], run: Path) -> str
     before = newest_attempt(run)
     victims = moments.choice([(0,), (1,), (0, 1)])
     with live_ranks(2, train_case, tables, run) as ranks:
-        wait_for_the_moment(moments, run, before, 2.0)
+        wait_for_the_moment(moments, run, before, 2.0, lambda: all_alive(ranks))
         if newest_attempt(run) == before:
             victims = (0, 1)
         for victim in victims:
@@ -98,8 +105,8 @@ def kill_ranks(moments: random.Random, tables: dict[str, Any], run: Path) -> str
 def kill_launched(moments: random.Random, recipe: Path, run: Path) -> str:
     """The launcher, or any process that it started; what is left ends by itself."""
     before = newest_attempt(run)
-    launcher = started(recipe, run)
-    wait_for_the_moment(moments, run, before, 10.0)
+    launcher = started(recipe, run, "--force")  # whatever else holds the machine's memory
+    wait_for_the_moment(moments, run, before, 10.0, lambda: launcher.poll() is None)
     others = {pid: name_of(pid) for pid in marked(run) if pid != launcher.pid}
     victim = moments.choice([launcher.pid, *others])
     if victim == launcher.pid:

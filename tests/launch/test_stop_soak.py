@@ -80,7 +80,7 @@ def test_asked_to_stop_at_random_moments(tiny_recipe: Callable[..., dict[str, An
     moments = random.Random(int(os.environ.get("SOAK_SEED", "1")))
     for number in range(MOMENTS):
         before = newest_attempt(run)
-        process = started(recipe, run)
+        process = started(recipe, run, "--force")  # whatever else holds the machine's memory
         wait_for(lambda process=process: listens(process))
         phase = moments.choices(("starting", "begun", "training"), (0.2, 0.2, 0.6))[0]
         if phase != "starting":
@@ -107,7 +107,7 @@ def test_asked_to_stop_at_random_moments(tiny_recipe: Callable[..., dict[str, An
         print(f"{number}: {phase}, {way}, {seconds:.1f} s, step {step}", flush=True)
     reached = int(list_checkpoints(run / "checkpoints")[-1].name.removeprefix("step-"))
     for path in (run, whole):
-        assert started(recipe, path, "--set", f"schedule.max_steps={reached + 2}").wait() == 0
+        assert started(recipe, path, "--force", "--set", f"schedule.max_steps={reached + 2}").wait() == 0
     ours, theirs = (list_checkpoints(path / "checkpoints")[-1] for path in (run, whole))
     assert ours.name == theirs.name == f"step-{reached + 2:08d}"
     weights = [load_file(path / "weights.safetensors") for path in (ours, theirs)]

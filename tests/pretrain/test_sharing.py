@@ -172,6 +172,9 @@ def shelf_case(ranks: Ranks, places: Sequence[Path], damaged: Sequence[tuple[int
                     sorted(p.name for p in (folder / "checkpoints").glob("*.damaged")),
                 )
             )
+            ranks.barrier()
+            if sharing.leads:
+                shutil.rmtree(folder)
     return taken
 
 

@@ -7,7 +7,8 @@ round a step is saved twice, at once and asynchronously; then training goes on u
 as many steps without a save. Both must have written the same bytes, by their manifests.
 
 Held is what the loop waits for: the check of every number, the copy, ZeRO-3's gathering, the agreement of the ranks.
-The ratio is that of medians; the first copy stands apart, since the memory that it takes is touched for the first time.
+The ratio is that of medians; the first copy stands apart, since the memory that it takes is touched for the first time
+(in a thread, behind the first step).
 Ends with 1 where the ratio is above 0.20. --work says on which disk: on a slow one saving at once takes longer.
 """
 
@@ -83,6 +84,9 @@ def measured_case(ranks: Ranks, shape: str, stage: int, rounds: int, work: Path)
             state.advance(plan, result.tokens)
             return Measured(result.loss, result.grad_norm)
 
+        step()
+        for checkpoints in ways:
+            checkpoints.make_room(engine)
         step()
         for _ in range(rounds):
             measured = step()

@@ -427,7 +427,7 @@ class _Engine:
         return [Part("copy of the weights, first rank", f.weight * f.parameters, f"{f.weight}·P", "host")]
 
     def copied(self) -> list[Part]:
-        """The room of what is written while training goes on (snapshot.py), kept from the first such save on."""
+        """The room of what is written while training goes on (snapshot.py), kept from the first step on."""
         f = self.f
         if not f.asynchronous:
             return []

@@ -124,6 +124,14 @@ class Checkpoints:
         """Whether a save is being written."""
         return self._flight is not None
 
+    def make_room(self, engine: TrainingEngine) -> None:
+        """Have the memory of asynchronous saves ready before the first is due, when the optimizer has its state."""
+        if self.asynchronous and self._snapshot is None:
+            self._snapshot = Snapshot(engine.device)
+            with self._snapshot.making_room():
+                engine.files(self._snapshot)
+                engine.gather_weights(self._snapshot)
+
     def save(self, engine: TrainingEngine, state: TrainState, identity: Mapping[str, Any], measured: Measured) -> None:
         """Write a checkpoint of `state`: durable on return or, asynchronously, when `on_end` hears of it.
 

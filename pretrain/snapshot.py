@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+
+from pretrain.writing import Job
 
 T = TypeVar("T")
 
@@ -30,16 +33,34 @@ class Snapshot:
         """`device` holds most of what will be copied; from a GPU a copy is quick into pinned memory only."""
         self._device = device
         self._rooms: list[torch.Tensor] = []
+        self._making_room = False
         self._free: dict[int, list[torch.Tensor]] = {}
         self._copied: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # by a storage's address in torch
+        self._touching: Job[None] | None = None
 
     @property
     def held_bytes(self) -> int:
         return sum(room.numel() for room in self._rooms)
 
     @contextmanager
+    def making_room(self) -> Iterator[None]:
+        """What is taken inside is not copied, but has its room from then on, which a thread touches: so the first copy
+        holds nobody up longer than the others.
+        """
+        self._rooms, self._free, self._making_room = [], {}, True
+        try:
+            yield
+        finally:
+            self._copied.clear()
+            self._making_room = False
+        self._touching = Job(partial(self._touch, list(self._rooms)), in_thread=True)
+
+    @contextmanager
     def taking(self) -> Iterator[None]:
         """The copies made inside are whole at its end; the ones before are lost."""
+        if self._touching is not None:
+            self._touching.result()
+            self._touching = None
         self._free = {}
         for room in self._rooms:
             self._free.setdefault(room.numel(), []).append(room)
@@ -69,22 +90,33 @@ class Snapshot:
         contiguous = tensor.detach().contiguous()
         room = self._room(contiguous.numel() * contiguous.element_size())
         kept = _like(contiguous, room, offset=0)
-        kept.copy_(contiguous, non_blocking=True)
-        return kept
+        return kept if self._making_room else kept.copy_(contiguous, non_blocking=True)
 
     def _copy(self, storage: torch.UntypedStorage) -> torch.Tensor:
         room = self._room(storage.nbytes())
+        if self._making_room:
+            return room
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return room.copy_(whole, non_blocking=True)
 
     def _room(self, size: int) -> torch.Tensor:
         """`size` bytes as uint8."""
         free = self._free.get(size)
-        room = free.pop() if free else torch.empty(size, dtype=torch.uint8)
-        if not free and self._device.type == "cuda" and size:
-            _pin(room)
+        if free:
+            room = free.pop()
+        else:
+            room = torch.empty(size, dtype=torch.uint8)
+            if self._device.type == "cuda" and not self._making_room:
+                self._touch([room])
         self._rooms.append(room)
         return room
+
+    def _touch(self, rooms: Iterable[torch.Tensor]) -> None:
+        for room in rooms:
+            if self._device.type != "cuda":
+                room.zero_()
+            elif room.numel():
+                _pin(room)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

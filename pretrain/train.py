@@ -439,9 +439,8 @@ def train(
     """Train until max_steps, or until a rank is asked to stop: by a signal, the stop file, or a deadline in `stop`.
 
     Then the last whole step is saved. `grace_seconds` is what a rank has behind a signal before it is killed, None for
-    no limit: slow saves are warned of. `timeout_minutes` is how long a rank waits for the others. `command` is what goes
-    on with this run, as its receipts tell it;
-    `kept`: this rank's keeper, where `launch run` started it.
+    no limit: slow saves are warned of. `timeout_minutes` is how long a rank waits for the others. `command` is what
+    goes on with this run, as its receipts tell it; `kept`: this rank's keeper, where `launch run` started it.
     """
     device = pick_device(ranks.local_rank, ranks.accelerator)
     with one_ranks_fault() if ranks.local_rank == 0 else nullcontext():  # each machine reads files of its own
@@ -553,6 +552,8 @@ def train(
                     skipped_steps=engine.skipped_steps,
                 )  # fmt: skip
                 measured = Measured(result.loss, result.grad_norm, result.overflowed)
+                if saves_before_the_end(state, config):
+                    checkpoints.make_room(engine)
                 checkpoints.poll()
                 if stop.deadline is not None:
                     stop.deadline.measured_step(report.step_seconds)
@@ -592,6 +593,12 @@ def lacks_evaluation(checkpoint: Path, state: TrainState, config: RunConfig) -> 
     """Whether the run was stopped in the evaluation that was due behind this checkpoint's step."""
     wanted = due(state, config.evaluation.every_steps) or state.global_step >= config.schedule.max_steps
     return wanted and measured_at(checkpoint).get("heldout_loss", 0.0) is None
+
+
+def saves_before_the_end(state: TrainState, config: RunConfig) -> bool:
+    """Whether a later step than this one is saved that is not the last."""
+    every = config.checkpoint.every_steps
+    return (state.global_step // every + 1) * every < config.schedule.max_steps
 
 
 def due(state: TrainState, every_steps: int) -> bool:

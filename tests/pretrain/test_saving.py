@@ -45,7 +45,10 @@ def test_a_copy_shares_storages_as_the_original_does_and_reuses_its_room() -> No
     flat = torch.arange(10.0)
     value = {"whole": flat, "views": (flat[2:4], [flat[4:].view(2, 3)]), "other": torch.ones(3), "count": [1]}
     snapshot = Snapshot(torch.device("cpu"))
-    addresses = []
+    with snapshot.making_room():
+        snapshot.take(value)
+        snapshot.take(flat)
+    addresses = [{room.data_ptr() for room in snapshot._rooms}]
     for _ in range(2):
         with snapshot.taking():
             kept = snapshot.take(value)
@@ -58,7 +61,7 @@ def test_a_copy_shares_storages_as_the_original_does_and_reuses_its_room() -> No
     value["count"].append(2)
     assert kept["views"][1][0].tolist() == [[4, 5, 6], [7, 8, 9]]
     assert kept["count"] == [1]
-    assert addresses[0] == addresses[1]
+    assert addresses[0] == addresses[1] == addresses[2]
     with snapshot.taking():
         snapshot.take(torch.ones(3))
     assert snapshot.held_bytes == 12, "room that nothing needs is given back"

@@ -158,6 +158,7 @@ def test_two_good_hosts_are_ready_and_nothing_stays(hosts: tuple[Host, Host], pl
         assert not host.processes()
     argv = [sys.executable, "-m", "launch", "check", "--hostfile", place.hostfile, "--run", place.run, *QUICK]
     shown = hosts[0].run(argv, environment=ENVIRONMENT, cwd=root())
+    assert "FAIL" not in shown.stdout
     assert shown.stdout.splitlines()[0].split() == ["check", *NAMES]
     assert shown.stdout.splitlines()[-1] == "ready: 2 nodes, 2 ranks on CPUs"
 

@@ -29,6 +29,7 @@ from pretrain.config import RecipeError, parse_recipe
 from pretrain.engine import process_group
 from pretrain.metrics import Report, all_records, read_metrics
 from pretrain.runtime import Ranks
+from pretrain.saving import Checkpoints
 from pretrain.state import TrainState
 from pretrain.train import Inputs, train_step
 from tests.pretrain.test_fp16 import with_fp16
@@ -37,7 +38,7 @@ from tests.ranks import run_ranks
 
 Tables = Callable[..., dict[str, Any]]
 
-STEPS = 5  # each of them saved
+STEPS = 4  # each of them saved
 OFFLOADS = ("", "_offload", "_offload_param")  # of ds_configs/zeroN….json
 
 
@@ -85,7 +86,7 @@ class StruckError(Exception):
 class Leg(NamedTuple):
     tables: dict[str, Any]
     path: Path
-    end: int  # behind this step's save, and behind the next step, it is interrupted; STEPS: it goes to its end
+    end: int  # behind this step's save and the next step it is interrupted; STEPS: it goes to its end
 
 
 def legs_case(ranks: Ranks, legs: Sequence[Leg]) -> list[list[list[int]]]:
@@ -110,8 +111,10 @@ def legs_case(ranks: Ranks, legs: Sequence[Leg]) -> list[list[list[int]]]:
 
 
 def interrupted_behind(end: int, read: list[list[int]]) -> Any:
-    """Patches: note the samples of each step; end the run abruptly where step `end + 1` would be recorded."""
-    record = Report.step
+    """Patches: note the samples of each step; end the run abruptly behind step `end + 1`, whose save is not begun.
+
+    A save that is still being written then is waited for: else an earlier checkpoint would be the newest one.
+    """
 
     def watched(batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
@@ -122,12 +125,21 @@ def interrupted_behind(end: int, read: list[list[int]]) -> Any:
         read.append([])
         return train_step(engine, watched(batches), *rest, **wishes)
 
-    def recorded(report: Report, state: TrainState, **figures: Any) -> None:
-        record(report, state, **figures)
-        if state.global_step == end + 1:
-            raise StruckError
+    class Watched(Report):
+        reached = 0
 
-    return mock.patch.multiple(pretrain.train, train_step=step, Report=type("Watched", (Report,), {"step": recorded}))
+        def step(self, state: TrainState, **figures: Any) -> None:
+            super().step(state, **figures)
+            Watched.reached = state.global_step
+
+    class Struck(Checkpoints):
+        def poll(self) -> None:
+            if Watched.reached == end + 1:
+                self.finish()
+                raise StruckError
+            super().poll()
+
+    return mock.patch.multiple(pretrain.train, train_step=step, Report=Watched, Checkpoints=Struck)
 
 
 def kept_up_to(step: int, source: Path, target: Path) -> None:
@@ -178,10 +190,13 @@ def show_exact(kinds: Sequence[Kind], tiny_recipe: Tables, home: Path, draw: ran
         assert (path / "second" / "checkpoints" / f"step-{STEPS:08d}").exists()
 
 
-SOME = [  # what no other test of the suite kills and resumes
+SOME = [  # with those that test_resume.py kills, each stage has both dtypes of masters
+    Kind(1, accumulate="fp32"),
+    Kind(1, master="bf16"),
     Kind(1, "adamw8bit", master="bf16", checkpointing="full"),
-    Kind(2, "muon", master="bf16", compensation="kahan", asynchronous=True),
-    Kind(3, "adamw", master="bf16", compensation="stochastic"),
+    Kind(2, "muon", master="bf16", accumulate="fp32", compensation="kahan", asynchronous=True),
+    Kind(3, accumulate="fp32", asynchronous=True),
+    Kind(3, master="bf16", compensation="stochastic"),
 ]
 
 

@@ -30,6 +30,7 @@ BIN = Path(sys.executable).parent
 PORT = "23456"  # free on each host: nobody else lives there
 STEPS = 16
 RANK = "-m pretrain"  # in the command line of every process of a rank
+FORCE = ("--force",)  # whatever else holds the machine's memory
 ENDLESS = ("--set", "schedule.max_steps=1000000", "--set", "evaluation.every_steps=1000000")
 
 
@@ -81,7 +82,7 @@ class Started:
 
 @contextmanager
 def launched(host: Host, run: Path, recipe: Path, *options: object) -> Iterator[Started]:
-    argv = [sys.executable, "-m", "launch", "run", recipe, "--run", run, *options]
+    argv = [sys.executable, "-m", "launch", "run", recipe, "--run", run, *FORCE, *options]
     log = run.with_suffix(".log")
     with log.open("a") as output:
         process = host.start(argv, env=ENVIRONMENT, cwd=root(), stdin=subprocess.DEVNULL, stdout=output, stderr=output)
@@ -145,7 +146,7 @@ def nothing_left(*hosts: Host) -> bool:
 def one_node(recipe: Path, folder: Path) -> Path:
     """The run of two ranks on one machine."""
     run = folder / "one-node"
-    argv = [sys.executable, "-m", "launch", "run", recipe, "--ranks", "2", "--run", run]
+    argv = [sys.executable, "-m", "launch", "run", recipe, "--ranks", "2", "--run", run, *FORCE]
     environment = {name: value for name, value in ENVIRONMENT.items() if name != "GLOO_SOCKET_IFNAME"}
     with (folder / "one-node.log").open("w") as log:
         assert subprocess.run(list(map(str, argv)), env=environment, cwd=root(), stdout=log, stderr=log).returncode == 0
@@ -163,7 +164,7 @@ def test_deepspeed_by_hand_and_each_node_by_itself(
     run = folder / "by-hand"
     (folder / ".deepspeed_env").write_text(f"DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\nGLOO_SOCKET_IFNAME={INTERFACE}\n")
     argv = [BIN / "deepspeed", "--hostfile", hostfile, "--master_addr", ADDRESSES[0], "--master_port", PORT]
-    argv += ["--module", "pretrain", "run", recipe, "--run", run]
+    argv += ["--module", "pretrain", "run", recipe, "--run", run, *FORCE]
     done = hosts[0].run(argv, environment={**ENVIRONMENT, "HOME": str(folder)}, cwd=root())
     assert done.returncode == 0, done.stdout + done.stderr
     assert losses(run) == losses(one_node)
@@ -307,7 +308,7 @@ def test_a_hung_rank_on_the_other_node_is_ended_by_stop(
 def test_restarted_on_one_machine_it_ends_as_if_undisturbed(recipe: Path, folder: Path) -> None:
     """A rank is killed in the middle; `--restarts` goes on by itself: the weights of the undisturbed run."""
     run, whole = folder / "restarted", folder / "undisturbed"
-    argv = [sys.executable, "-m", "launch", "run", recipe, "--ranks", "2", "--set", "schedule.max_steps=100"]
+    argv = [sys.executable, "-m", "launch", "run", recipe, "--ranks", "2", *FORCE, "--set", "schedule.max_steps=100"]
     environment = {name: value for name, value in ENVIRONMENT.items() if name != "GLOO_SOCKET_IFNAME"}
     process = subprocess.Popen(
         [*map(str, argv), "--run", str(run), "--restarts", "1"],

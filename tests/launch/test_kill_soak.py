@@ -87,13 +87,13 @@ def wait_for_the_moment(
 def kill_ranks(moments: random.Random, tables: dict[str, Any], run: Path) -> str:
     """Of two ranks without a launcher one is killed, and the other ends by itself; or both are.
 
-    Both before they have met: a rank alone would wait for the other as long as torch lets it.
+    Both before their first step: a rank that is to meet one that is gone waits as long as torch lets it, ten minutes.
     """
     before = newest_attempt(run)
     victims = moments.choice([(0,), (1,), (0, 1)])
     with live_ranks(2, train_case, tables, run) as ranks:
         wait_for_the_moment(moments, run, before, 2.0, lambda: all_alive(ranks))
-        if newest_attempt(run) == before:
+        if not trains(run, before + 1):
             victims = (0, 1)
         for victim in victims:
             ranks[victim][0].kill()

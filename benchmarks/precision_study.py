@@ -42,9 +42,10 @@ from data_pipeline.prepare import Options, parse_inputs, prepare  # noqa: E402
 from pretrain.adamw import direction  # noqa: E402
 from pretrain.config import RunConfig, parse_recipe, to_toml  # noqa: E402
 from pretrain.engine import process_group  # noqa: E402
+from pretrain.inputs import Inputs, initial_weights  # noqa: E402
 from pretrain.runtime import Ranks, seed_everything  # noqa: E402
 from pretrain.state import TrainState  # noqa: E402
-from pretrain.train import Inputs, build_engine, heldout_scores, initial_weights, loader, train_step  # noqa: E402
+from pretrain.train import build_engine, heldout_scores, loader, train_step  # noqa: E402
 from tokenizer.train import train as train_tokenizer  # noqa: E402
 
 REFERENCE = "fp32"

@@ -163,8 +163,8 @@ def plan(
         report["fit"] = fitted.to_dict()
     if check_data:
         from data_pipeline.packing_plan import packing_figures
+        from pretrain.inputs import Inputs, initial_weights
         from pretrain.plan import Reading
-        from pretrain.train import Inputs, initial_weights
 
         inputs = Inputs.check(config, world_size)
         initial = initial_weights(inputs)
@@ -183,9 +183,9 @@ def plan(
     if directory is not None:
         from data_pipeline.shards import DataFormatError
         from pretrain.changes import check_names
+        from pretrain.inputs import Inputs
         from pretrain.resuming import preview, preview_text
         from pretrain.run_directory import CheckpointError, RunDirectory
-        from pretrain.train import Inputs
         from tokenizer.codec import TokenizerError
 
         try:
@@ -221,7 +221,10 @@ def run(
     directory: Annotated[
         Path | None,
         typer.Option(
-            "--run", "--run-dir", metavar="DIR", help="The run directory; runs/RECIPE if not given. torchrun minds --run."
+            "--run",
+            "--run-dir",
+            metavar="DIR",
+            help="The run directory; runs/RECIPE if not given. torchrun minds --run.",
         ),
     ] = None,
     overrides: Overrides = None,

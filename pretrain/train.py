@@ -1,59 +1,36 @@
-"""The loop, and what stands before it: check, build, resume, train."""
+"""The loop: from the first step, or behind a checkpoint, to the last one or a wish to stop."""
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from data_pipeline.history import History
 from data_pipeline.loader import Batch, Loader
-from data_pipeline.order import SampleOrder
-from data_pipeline.packing_plan import PackingPlan, read_order
-from data_pipeline.shards import Collection, DataFormatError, open_collection
-from data_pipeline.steps import Steps
 from data_pipeline.stream import TokenStream
 from model.loss import IGNORED
 from model.transformer import Transformer
-from pretrain.agreement import facts, facts_of_weights, refuse_differences
+from pretrain.agreement import facts, refuse_differences
 from pretrain.alive import SignOfLife
-from pretrain.batching import BatchPlan, steps_of
-from pretrain.changes import after, steps_of_identity
-from pretrain.checkpoint import (
-    fill,
-    find,
-    load_weights,
-    measured_at,
-    refuse_other_model,
-    refuse_unhealthy,
-    tokenizer_of,
-    verify,
-)
-from pretrain.config import Compute, RecipeError, RunConfig, from_root, new_values, to_toml
-from pretrain.engine import (
-    TIMEOUT_MINUTES,
-    TrainingEngine,
-    device_refusal,
-    process_group,
-    read_json,
-    resolve,
-    rounding_warnings,
-)
+from pretrain.attempt import begin_attempt, begin_attempts
+from pretrain.batching import BatchPlan
+from pretrain.checkpoint import fill, load_weights, measured_at
+from pretrain.config import RunConfig, to_toml
+from pretrain.engine import TIMEOUT_MINUTES, TrainingEngine, process_group, rounding_warnings
 from pretrain.evaluate import Score, evaluate, isolates_documents
+from pretrain.inputs import Inputs, refuse_devices
 from pretrain.keeper import Kept
 from pretrain.metrics import Report, TrainingDivergedError
-from pretrain.parts import Shelf, named
+from pretrain.parts import Shelf
 from pretrain.receipts import Receipt
-from pretrain.resuming import choose, clear_leftovers, converted_from, refuse_other_run, with_defaults
 from pretrain.retention import Retention
-from pretrain.run_directory import CheckpointError, RunDirectory, RunDirectoryError, write_text
+from pretrain.run_directory import RunDirectory, RunDirectoryError
 from pretrain.runtime import (
     Ranks,
     auto_compute,
@@ -66,7 +43,7 @@ from pretrain.runtime import (
 )
 from pretrain.saving import Checkpoints, SaveResult
 from pretrain.schedule import jump, learning_rate
-from pretrain.sharing import clear_marks, discover, drop_if_empty
+from pretrain.sharing import discover, drop_if_empty
 from pretrain.state import Measured, TrainState
 from pretrain.stopping import (
     Poll,
@@ -77,7 +54,6 @@ from pretrain.stopping import (
     first_reason,
     heeding,
 )
-from tokenizer.codec import Codec
 
 Outcome = Literal["finished", "stopped"]
 
@@ -151,273 +127,6 @@ def train_step(
         overflowed=engine.overflowed,
         stop_wanted=wishes > 0,
     )
-
-
-# ---------------------------------------------------------------- before the first step
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a run reads and counts, checked before any process group exists."""
-
-    config: RunConfig
-    compute: Compute  # what precision.compute is on this device
-    plan: BatchPlan  # of the steps behind the batch ramp, where there is one
-    deepspeed: dict[str, Any]
-    collection: Collection
-    codec: Codec
-    order: SampleOrder
-    packed: PackingPlan | None
-    identity: dict[str, Any]  # what a checkpoint must share with the run that resumes from it
-
-    @property
-    def steps(self) -> Steps:
-        """Which samples each step reads, those before the last change included."""
-        return steps_of_identity(self.identity)
-
-    def behind(self, history: History) -> Inputs:
-        """What a run reads and counts that goes on behind these changes: its order begins with the last of them."""
-        identity = after(self.identity, history)
-        order = SampleOrder.of(identity["order"]) if "begin" in identity["order"] else self.order
-        return replace(self, order=order, identity=identity)
-
-    @classmethod
-    def check(cls, config: RunConfig, world_size: int, auto: Compute = "bf16") -> Inputs:
-        """Open all that one process can open; precision.compute = "auto" stands for `auto`.
-
-        Raises RecipeError, DataFormatError or TokenizerError: one clear line.
-        """
-        compute = config.precision.compute_where(auto)
-        plan = BatchPlan.from_config(config, world_size)
-        deepspeed = resolve(read_json(from_root(config.deepspeed.config)), config, world_size, auto)
-        collection = open_collection(from_root(config.data.path))
-        codec = Codec.load(from_root(config.data.tokenizer))
-        refuse_other_tokenizer(config, collection, codec)
-        refuse_nothing_held_out(config, collection)
-        order, packed = sample_order(config, collection)
-        identity: dict[str, Any] = {
-            "model": config.model.to_dict(),
-            "order": {**order.describe(), "content_sha256": collection.content_sha256},
-            "global_batch_size": config.batch.global_batch_size,
-            **({"batch_ramp": [list(part) for part in steps_of(config.batch).ramp]} if config.batch.ramp else {}),
-            "data": {
-                "path": config.data.path,
-                "stages": [stage.model_dump() for stage in config.data.stages],
-                "streams": collection.streams,
-                "tokenizer": codec.fingerprint,
-            },
-            "world_size": world_size,
-            "zero_stage": deepspeed["zero_optimization"]["stage"],
-            "precision": {
-                "compute": compute,
-                "master": config.precision.master,
-                "accumulate": config.precision.accumulate,
-            },
-        }
-        for table, values in optimizer_identity(config).items():
-            identity[table] = {**identity.get(table, {}), **values}
-        return cls(config, compute, plan, deepspeed, collection, codec, order, packed, identity)
-
-
-def optimizer_identity(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """What a checkpoint's optimizer state depends on, by table of the recipe; without what is the default.
-
-    Earlier versions wrote none of it (`checkpoint.with_defaults`): they had nothing but the defaults.
-    """
-    chosen: dict[str, dict[str, Any]] = {
-        "precision": {"moments": config.precision.moments_dtype, "compensation": config.precision.compensation},
-        "optimizer": {"name": config.optimizer.name, "decay_embeddings": config.optimizer.decay_embeddings},
-    }
-    usual = with_defaults({"precision": {"master": config.precision.master}})
-    return {
-        table: kept
-        for table, values in chosen.items()
-        if (kept := {key: value for key, value in values.items() if usual[table][key] != value})
-    }
-
-
-def refuse_other_tokenizer(config: RunConfig, collection: Collection, codec: Codec) -> None:
-    """Raises RecipeError where shards, tokenizer and model don't belong together."""
-    if codec.fingerprint != collection.fingerprint:
-        raise RecipeError(
-            f"{config.data.path} was written with the tokenizer {collection.fingerprint[:12]}, {config.data.tokenizer} "
-            f"is {codec.fingerprint[:12]}: set data.tokenizer = {config.data.path}/tokenizer, or prepare the data again"
-        )
-    if config.model.vocab_size < codec.vocab_size:
-        raise RecipeError(
-            f"model.vocab_size = {config.model.vocab_size}, but {config.data.tokenizer} gives ids up to "
-            f"{codec.vocab_size - 1}: set model.vocab_size to {codec.vocab_size} or more"
-        )
-
-
-def refuse_nothing_held_out(config: RunConfig, collection: Collection) -> None:
-    """Raises RecipeError where there is nothing to evaluate on."""
-    if not any(source.splits["validation"].tokens for source in collection.sources.values()):
-        documents = sum(source.splits["train"].documents for source in collection.sources.values())
-        raise RecipeError(
-            f"{config.data.path} holds {documents:,} documents to train on and none to evaluate on: "
-            "prepare it again with a larger --validation-fraction"
-        )
-
-
-def sample_order(config: RunConfig, collection: Collection) -> tuple[SampleOrder, PackingPlan | None]:
-    """The order in which this recipe reads this collection, and the rows it goes over if they are packed.
-
-    Raises RecipeError where the two don't fit, DataFormatError where the plan is missing, damaged or of other data.
-    """
-    seq_len = config.model.seq_len
-    stages = History().stages([(stage.from_tokens, stage.weights) for stage in config.data.stages], seq_len)
-    try:
-        return read_order(collection, packing=config.data.packing, seed=config.seed, seq_len=seq_len, stages=stages)
-    except DataFormatError:
-        raise
-    except ValueError as error:
-        raise RecipeError(f"{config.data.path}: {error}") from None
-
-
-def initial_weights(inputs: Inputs) -> Path | None:
-    """The checkpoint whose weights a new run starts from; None where they are drawn.
-
-    Raises CheckpointError where its files are damaged, its model or its tokenizer another one.
-    """
-    if inputs.config.initial_weights is None:
-        return None
-    path = find(from_root(inputs.config.initial_weights))
-    refuse_other_model(path, inputs.config.model)
-    verify(path)
-    refuse_unhealthy(path)
-    codec = Codec.load(tokenizer_of(path))
-    if codec.fingerprint != inputs.codec.fingerprint:
-        raise CheckpointError(
-            f"initial_weights {path} go with the tokenizer {codec.fingerprint[:12]}, {inputs.config.data.tokenizer} is "
-            f"{inputs.codec.fingerprint[:12]}: prepare the data with --tokenizer {tokenizer_of(path)}"
-        )
-    return path
-
-
-def refuse_devices(ranks: Ranks, compute: Compute) -> None:
-    """Raises RecipeError, on every rank, where a rank's device cannot train in `compute`, or "auto" is two things."""
-    refusals, computes = zip(*ranks.gather((device_refusal(compute), compute)), strict=True)
-    reason = next(filter(None, refusals), None)
-    if reason is not None:
-        raise RecipeError(reason)
-    if len(set(computes)) > 1:
-        other = next(rank for rank, one in enumerate(computes) if one != computes[0])
-        raise RecipeError(
-            f'precision.compute = "auto" would be {computes[0]} on rank 0 and {computes[other]} on rank {other}: '
-            "set it to one of them, or use GPUs of one kind"
-        )
-
-
-def begin_attempt(
-    directory: RunDirectory,
-    inputs: Inputs,
-    resume: str,
-    pids: list[int],
-    say: Callable[[str], None],
-    changes: Sequence[str] = (),
-) -> tuple[int, Path | None, Path | None]:
-    """Take the run directory, choose the checkpoint to go on from, and write down what will run. First rank only.
-
-    `changes`: names of what may be another than the checkpoint's (changes.py); all that were ever made are recorded.
-    Returns the attempt's number, the checkpoint, and, where there is none, what the initial weights are read from.
-    Raises RunDirectoryError or CheckpointError, with the directory as it was, where another run is at work there or
-    what it holds is not this run.
-    """
-    take(directory)
-    chosen = choose(directory.checkpoints, resume, inputs.identity, say, changes)
-    history = History() if chosen is None else refuse_other_run(chosen, inputs.identity, changes)
-    initial = initial_weights(inputs) if chosen is None else None
-    return write_down(directory, inputs, chosen, initial, pids, history), chosen, initial
-
-
-def begin_attempts(
-    shelf: Shelf,
-    directory: RunDirectory,
-    inputs: Inputs,
-    resume: str,
-    pids: list[int],
-    say: Callable[[str], None],
-    changes: Sequence[str] = (),
-) -> tuple[int, Path | None, Path | None]:
-    """The same where not all ranks have one run directory: in each home. All ranks together."""
-    sharing = shelf.sharing
-    sharing.on_leaders(lambda: take(directory))
-    chosen = shelf.choose(resume, say)
-    initial, history = None, History()
-    if chosen is None:
-        initial = sharing.on_leaders(lambda: initial_weights(inputs))[sharing.home]
-        if inputs.config.initial_weights is not None:
-            refuse_differences(sharing.ranks, lambda: facts_of_weights(initial))
-    else:
-        history = sharing.ranks.on_first(lambda: refuse_other_run(chosen, inputs.identity, changes))
-    attempt = sharing.ranks.on_first(lambda: write_down(directory, inputs, chosen, initial, pids, history))
-    others = sharing.leads and sharing.home > 0
-    sharing.on_leaders(
-        lambda: write_down(directory, inputs, chosen, initial, pids, history, attempt) if others else attempt
-    )
-    return attempt, chosen, initial
-
-
-def take(directory: RunDirectory) -> None:
-    """Take a run directory for this run, without what a kill left in it."""
-    directory.lock()
-    clear_marks(directory.path)
-    directory.checkpoints.mkdir(exist_ok=True)
-    clear_leftovers(directory.checkpoints)
-
-
-def write_down(
-    directory: RunDirectory,
-    inputs: Inputs,
-    chosen: Path | None,
-    initial: Path | None,
-    pids: list[int],
-    history: History,
-    attempt: int | None = None,
-) -> int:
-    """Record a start of the command and what will run; gives its number, which follows unless it is given."""
-    recipe = to_toml(inputs.config)
-    directory.attempts()  # damaged? then say so before anything is changed
-    earlier = recipe
-    for path in [directory.recipe, *([] if chosen is None else [chosen.parent.parent / directory.recipe.name])]:
-        if path.exists():  # the run's own or, where it branches off, that of the run it comes from
-            earlier = path.read_bytes().decode(errors="replace")
-            break
-    directory.stop_file.unlink(missing_ok=True)
-    for left in (directory.receipts, directory.signs):  # by the attempt before
-        shutil.rmtree(left, ignore_errors=True)
-    inputs.codec.copy_to(directory.tokenizer)
-    number = directory.begin_attempt(
-        {
-            "world_size": inputs.plan.world_size,
-            "pids": pids,
-            "resumed_from": None if chosen is None else str(named(chosen)),
-            "converted_from": None if chosen is None else converted_from(chosen, inputs.identity),
-            "initial_weights": None if initial is None else str(initial),
-            "compute": inputs.compute,
-            "recipe_changes": new_values(earlier, recipe),
-            "changes": history.to_json(),
-        },
-        attempt,
-    )
-    write_text(directory.recipe, recipe)  # behind that record: what it says of samples before a change is not true
-    write_text(directory.deepspeed, json.dumps(inputs.deepspeed, indent=2) + "\n")
-    return number
-
-
-def build_engine(inputs: Inputs, ranks: Ranks, device: torch.device, initial: Path | None = None) -> TrainingEngine:
-    """The model inside a DeepSpeed engine, its weights equal on all ranks: drawn with one seed, or a checkpoint's."""
-    config = inputs.config
-    model = Transformer(config.model, generator=torch.Generator().manual_seed(config.seed))
-    if initial is not None:
-        fill(model, load_weights(initial)[1], initial)
-    model.activation_checkpointing = config.memory.activation_checkpointing
-    model.loss_chunk_tokens = config.memory.loss_chunk_tokens
-    model.z_loss = config.loss.z_loss
-    if config.compile:
-        model.compile_blocks()
-    return TrainingEngine(model, config, inputs.deepspeed, ranks, device)
 
 
 # ---------------------------------------------------------------- the run
@@ -587,6 +296,20 @@ def train(
         receipt.write("finished", None)
         receipt.bring(sharing)
         return "finished"
+
+
+def build_engine(inputs: Inputs, ranks: Ranks, device: torch.device, initial: Path | None = None) -> TrainingEngine:
+    """The model inside a DeepSpeed engine, its weights equal on all ranks: drawn with one seed, or a checkpoint's."""
+    config = inputs.config
+    model = Transformer(config.model, generator=torch.Generator().manual_seed(config.seed))
+    if initial is not None:
+        fill(model, load_weights(initial)[1], initial)
+    model.activation_checkpointing = config.memory.activation_checkpointing
+    model.loss_chunk_tokens = config.memory.loss_chunk_tokens
+    model.z_loss = config.loss.z_loss
+    if config.compile:
+        model.compile_blocks()
+    return TrainingEngine(model, config, inputs.deepspeed, ranks, device)
 
 
 def lacks_evaluation(checkpoint: Path, state: TrainState, config: RunConfig) -> bool:

@@ -27,11 +27,12 @@ from data_pipeline.steps import Steps
 from pretrain.changes import check_names
 from pretrain.config import RecipeError, parse_recipe, to_toml
 from pretrain.engine import process_group
+from pretrain.inputs import Inputs
 from pretrain.metrics import Report, all_records
 from pretrain.resuming import choose, refuse_other_run
 from pretrain.run_directory import CheckpointError
 from pretrain.runtime import Ranks
-from pretrain.train import Inputs, StepResult, train_step
+from pretrain.train import StepResult, train_step
 from tests.command_line import run_command
 from tests.pretrain.test_ramp import checkpoint, short, state_of
 from tests.pretrain.test_resume import tensors_of

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from pretrain.attempt import begin_attempt
 from pretrain.checkpoint import find, list_checkpoints, load_model, run_of
 from pretrain.config import parse_recipe
+from pretrain.inputs import Inputs
 from pretrain.resuming import choose, clear_leftovers, converted_from
 from pretrain.run_directory import CheckpointError, RunDirectory, RunDirectoryError
 from pretrain.runtime import Ranks
-from pretrain.train import Inputs, begin_attempt, train
+from pretrain.train import train
 from tests.ranks import run_ranks
 
 Tables = Callable[..., dict[str, Any]]

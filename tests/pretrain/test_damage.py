@@ -19,11 +19,11 @@ from pretrain.averaging import average
 from pretrain.checkpoint import find, list_checkpoints, load_model, verify
 from pretrain.config import parse_recipe
 from pretrain.engine import process_group
+from pretrain.inputs import Inputs, initial_weights
 from pretrain.metrics import Report
 from pretrain.resuming import newest_whole
 from pretrain.run_directory import CheckpointError, RunDirectory
 from pretrain.runtime import Ranks
-from pretrain.train import Inputs, initial_weights
 from tests.pretrain.test_resume import assert_same_checkpoint
 from tests.ranks import run_ranks
 

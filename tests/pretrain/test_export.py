@@ -25,17 +25,19 @@ from model.config import ModelConfig, from_table
 from model.huggingface import to_config
 from model.transformer import Transformer
 from pretrain.__main__ import main
+from pretrain.attempt import begin_attempt
 from pretrain.checkpoint import find, load_model, load_weights, verify
 from pretrain.config import parse_recipe, to_toml
 from pretrain.evaluate import evaluate_checkpoint
 from pretrain.export import export_hf, import_hf
 from pretrain.export_gguf import export_gguf
 from pretrain.generate import continue_prompts
+from pretrain.inputs import Inputs
 from pretrain.metrics import read_metrics
 from pretrain.run_directory import CheckpointError, RunDirectory
 from pretrain.runtime import Ranks
 from pretrain.state import TrainState
-from pretrain.train import Inputs, begin_attempt, loader
+from pretrain.train import loader
 from tests.conftest import VOCAB_SIZE
 from tests.pretrain.test_resume import train_case
 from tests.ranks import run_ranks

@@ -28,11 +28,12 @@ from pretrain.config import RecipeError, parse_recipe
 from pretrain.engine import process_group
 from pretrain.evaluate import evaluate_checkpoint
 from pretrain.export import export_hf
+from pretrain.inputs import Inputs, initial_weights
 from pretrain.metrics import TrainingDivergedError, all_records, read_metrics
 from pretrain.run_directory import CheckpointError, RunDirectory, RunDirectoryError
 from pretrain.runtime import Ranks
 from pretrain.state import Measured
-from pretrain.train import Inputs, initial_weights, train, train_step
+from pretrain.train import train, train_step
 from tests.pretrain import test_engine as engines
 from tests.ranks import run_ranks
 from tokenizer.codec import TokenizerError

@@ -21,12 +21,13 @@ from pretrain.checkpoint import CheckpointError
 from pretrain.config import RunConfig, parse_recipe
 from pretrain.eight_bit import BLOCK, EightBitAdamW, dequantize, levels, quantize
 from pretrain.engine import TrainingEngine, process_group, resolve, rounding_warnings
+from pretrain.inputs import optimizer_identity
 from pretrain.muon import Matrix, OrthogonalizingAdamW, cut, orthogonalize, rounds, spread
 from pretrain.optimizer import build_optimizer, parameter_groups
 from pretrain.resuming import refuse_other_run
 from pretrain.rounding import add_kahan, add_nearest, add_stochastic, generator_of
 from pretrain.runtime import Ranks
-from pretrain.train import optimizer_identity, train_step
+from pretrain.train import train_step
 from tests.pretrain.test_engine import build_model, global_batch, micro_batches, plan_of
 from tests.pretrain.test_engine import recipe as engine_recipe
 from tests.ranks import run_ranks

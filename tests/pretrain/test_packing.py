@@ -29,11 +29,11 @@ from pretrain.__main__ import main
 from pretrain.checkpoint import CheckpointError, list_checkpoints
 from pretrain.config import parse_recipe, to_toml
 from pretrain.evaluate import evaluate_checkpoint
+from pretrain.inputs import Inputs
 from pretrain.metrics import read_metrics
 from pretrain.resuming import choose
 from pretrain.runtime import LAUNCHER_VARIABLES
 from pretrain.state import TrainState
-from pretrain.train import Inputs
 from tests.pretrain.test_resume import assert_same_checkpoint, train_case
 from tests.ranks import run_ranks
 

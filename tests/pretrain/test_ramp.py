@@ -24,6 +24,7 @@ from data_pipeline.steps import Steps
 from pretrain.batching import BatchPlan, steps_of
 from pretrain.config import RecipeError, parse_recipe
 from pretrain.engine import process_group
+from pretrain.inputs import Inputs
 from pretrain.metrics import Report, read_metrics
 from pretrain.plan import Reading, plan
 from pretrain.resuming import choose
@@ -31,7 +32,7 @@ from pretrain.run_directory import CheckpointError
 from pretrain.runtime import Ranks
 from pretrain.schedule import learning_rate
 from pretrain.state import TrainState
-from pretrain.train import Inputs, StepResult, train_step
+from pretrain.train import StepResult, train_step
 from tests.pretrain.recipe import recipe
 from tests.pretrain.test_resume import assert_same_checkpoint
 from tests.ranks import run_ranks

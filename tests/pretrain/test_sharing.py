@@ -25,6 +25,7 @@ from data_pipeline.prepare import Options, prepare
 from pretrain.checkpoint import list_checkpoints, load_model, read_manifest, verify
 from pretrain.config import parse_recipe
 from pretrain.engine import process_group
+from pretrain.inputs import Inputs
 from pretrain.joining import join
 from pretrain.metrics import Report, read_metrics
 from pretrain.parts import Shelf, every_file, part_manifest
@@ -34,7 +35,7 @@ from pretrain.runtime import Ranks
 from pretrain.saving import Checkpoints
 from pretrain.sharing import Sharing, discover
 from pretrain.state import TrainState
-from pretrain.train import Inputs, train
+from pretrain.train import train
 from pretrain.transfer import Carried, Courier
 from tests.command_line import run_command
 from tests.pretrain.test_resume import assert_same_checkpoint

@@ -1,0 +1,114 @@
+"""The beginning of an attempt: the run directory taken, a checkpoint chosen, and written down what will run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from data_pipeline.history import History
+from pretrain.agreement import facts_of_weights, refuse_differences
+from pretrain.config import new_values, to_toml
+from pretrain.inputs import Inputs, initial_weights
+from pretrain.parts import Shelf, named
+from pretrain.resuming import choose, clear_leftovers, converted_from, refuse_other_run
+from pretrain.run_directory import RunDirectory, write_text
+from pretrain.sharing import clear_marks
+
+
+def begin_attempt(
+    directory: RunDirectory,
+    inputs: Inputs,
+    resume: str,
+    pids: list[int],
+    say: Callable[[str], None],
+    changes: Sequence[str] = (),
+) -> tuple[int, Path | None, Path | None]:
+    """Take the run directory, choose the checkpoint to go on from, and write down what will run. First rank only.
+
+    `changes`: names of what may be another than the checkpoint's (changes.py); all that were ever made are recorded.
+    Returns the attempt's number, the checkpoint, and, where there is none, what the initial weights are read from.
+    Raises RunDirectoryError or CheckpointError, with the directory as it was, where another run is at work there or
+    what it holds is not this run.
+    """
+    take(directory)
+    chosen = choose(directory.checkpoints, resume, inputs.identity, say, changes)
+    history = History() if chosen is None else refuse_other_run(chosen, inputs.identity, changes)
+    initial = initial_weights(inputs) if chosen is None else None
+    return write_down(directory, inputs, chosen, initial, pids, history), chosen, initial
+
+
+def begin_attempts(
+    shelf: Shelf,
+    directory: RunDirectory,
+    inputs: Inputs,
+    resume: str,
+    pids: list[int],
+    say: Callable[[str], None],
+    changes: Sequence[str] = (),
+) -> tuple[int, Path | None, Path | None]:
+    """The same where not all ranks have one run directory: in each home. All ranks together."""
+    sharing = shelf.sharing
+    sharing.on_leaders(lambda: take(directory))
+    chosen = shelf.choose(resume, say)
+    initial, history = None, History()
+    if chosen is None:
+        initial = sharing.on_leaders(lambda: initial_weights(inputs))[sharing.home]
+        if inputs.config.initial_weights is not None:
+            refuse_differences(sharing.ranks, lambda: facts_of_weights(initial))
+    else:
+        history = sharing.ranks.on_first(lambda: refuse_other_run(chosen, inputs.identity, changes))
+    attempt = sharing.ranks.on_first(lambda: write_down(directory, inputs, chosen, initial, pids, history))
+    others = sharing.leads and sharing.home > 0
+    sharing.on_leaders(
+        lambda: write_down(directory, inputs, chosen, initial, pids, history, attempt) if others else attempt
+    )
+    return attempt, chosen, initial
+
+
+def take(directory: RunDirectory) -> None:
+    """Take a run directory for this run, without what a kill left in it."""
+    directory.lock()
+    clear_marks(directory.path)
+    directory.checkpoints.mkdir(exist_ok=True)
+    clear_leftovers(directory.checkpoints)
+
+
+def write_down(
+    directory: RunDirectory,
+    inputs: Inputs,
+    chosen: Path | None,
+    initial: Path | None,
+    pids: list[int],
+    history: History,
+    attempt: int | None = None,
+) -> int:
+    """Record a start of the command and what will run; gives its number, which follows unless it is given."""
+    recipe = to_toml(inputs.config)
+    directory.attempts()  # damaged? then say so before anything is changed
+    earlier = recipe
+    for path in [directory.recipe, *([] if chosen is None else [chosen.parent.parent / directory.recipe.name])]:
+        if path.exists():  # the run's own or, where it branches off, that of the run it comes from
+            earlier = path.read_bytes().decode(errors="replace")
+            break
+    directory.stop_file.unlink(missing_ok=True)
+    for left in (directory.receipts, directory.signs):  # by the attempt before
+        shutil.rmtree(left, ignore_errors=True)
+    inputs.codec.copy_to(directory.tokenizer)
+    number = directory.begin_attempt(
+        {
+            "world_size": inputs.plan.world_size,
+            "pids": pids,
+            "resumed_from": None if chosen is None else str(named(chosen)),
+            "converted_from": None if chosen is None else converted_from(chosen, inputs.identity),
+            "initial_weights": None if initial is None else str(initial),
+            "compute": inputs.compute,
+            "recipe_changes": new_values(earlier, recipe),
+            "changes": history.to_json(),
+        },
+        attempt,
+    )
+    write_text(directory.recipe, recipe)  # behind that record: what it says of samples before a change is not true
+    write_text(directory.deepspeed, json.dumps(inputs.deepspeed, indent=2) + "\n")
+    return number

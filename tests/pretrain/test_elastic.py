@@ -145,13 +145,19 @@ def whole(engine: TrainingEngine) -> dict[tuple[str, str], Tensor]:
         hidden = name.startswith("layers.") and name.endswith("proj.weight")
         own = keys & {"momentum"} if "momentum" in keys and hidden else keys - {"momentum"}
         if engine.zero_stage:
-            found[name, "master"] = safe_get_full_fp32_param(parameter)
-            found |= {(name, key): safe_get_full_optimizer_state(parameter, key) for key in own}
+            with gathered_in_fp32(zero) if engine.zero_stage == 3 else nullcontext():
+                found[name, "master"] = safe_get_full_fp32_param(parameter)
+                found |= {(name, key): safe_get_full_optimizer_state(parameter, key) for key in own}
         else:
             master = masters[list(engine._sizes).index(name)]
             found[name, "master"] = master
             found |= {(name, key): optimizer.state[master][key] for key in own}
     return {name: value.detach().float().flatten().clone() for name, value in found.items()}
+
+
+def gathered_in_fp32(zero: Any) -> Any:
+    """DeepSpeed's ZeRO-3 gathers moments in the dtype of the masters, which would round fp32 ones beside bf16."""
+    return mock.patch.object(zero, "master_weights_and_grads_dtype", torch.float32)
 
 
 def differences(saved: dict[Any, Tensor], here: dict[Any, Tensor]) -> list[Any]:

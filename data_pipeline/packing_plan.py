@@ -25,7 +25,7 @@ import orjson
 
 from data_pipeline.durable import sync_folder, telling_full_disk, write_file
 from data_pipeline.open_files import OpenFiles
-from data_pipeline.order import Begin, PackingMode, PlannedRows, SampleOrder, Stage
+from data_pipeline.order import PackingMode, PlannedRows, SampleOrder, Stage
 from data_pipeline.packing import PackedRows, PackingFigures, measure_packing, pack_best_fit
 from data_pipeline.shards import (
     MANIFEST_NAME,
@@ -148,7 +148,6 @@ def read_order(
     seed: int,
     seq_len: int,
     stages: Sequence[Stage] = (),
-    begin: Begin | None = None,
 ) -> tuple[SampleOrder, PackingPlan | None]:
     """The order in which the training splits of a collection are read, and the plan that it needs for "best_fit".
 
@@ -157,9 +156,7 @@ def read_order(
     plan = open_plan(collection, seq_len) if packing == "best_fit" else None
     tokens = {name: source.splits["train"].tokens for name, source in collection.sources.items()}
     planned = plan.planned if plan is not None else None
-    order = SampleOrder(
-        seed=seed, seq_len=seq_len, tokens=tokens, stages=stages, packing=packing, planned=planned, begin=begin
-    )
+    order = SampleOrder(seed=seed, seq_len=seq_len, tokens=tokens, stages=stages, packing=packing, planned=planned)
     return order, plan
 
 

@@ -9,7 +9,6 @@ A full disk ends no run here: what a save that fails has filled it gives back. R
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import resource
@@ -36,6 +35,7 @@ from pretrain.evaluate import Score
 from pretrain.plan import Reading
 from pretrain.run_directory import RunDirectory, RunState, now
 from pretrain.state import TrainState
+from pretrain.writing import is_full
 
 
 class MetricsLog:
@@ -107,10 +107,6 @@ class MetricsLog:
                 raise
             self._writer = None
             self._say("warning: the disk is full: TensorBoard has no more of this attempt, metrics.jsonl has all of it")
-
-
-def is_full(error: OSError) -> bool:
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _is_not_finite(value: object) -> bool:

@@ -31,7 +31,7 @@ from pretrain.checkpoint import (
     verify,
 )
 from pretrain.elastic import is_read_by
-from pretrain.resuming import set_aside
+from pretrain.resuming import not_fresh, not_newest, set_aside, without_state
 from pretrain.run_directory import CheckpointError
 from pretrain.sharing import Sharing
 from pretrain.transfer import Carried, Courier
@@ -110,9 +110,7 @@ class Shelf:
         names = sorted({*chain(*by_home)}, key=lambda name: (len(name), name))
         if resume == "never":
             if names:
-                raise CheckpointError(
-                    f"{self.folder} already holds checkpoints: choose another --run, or leave out --resume never"
-                )
+                raise not_fresh(self.folder)
             return None
         newest = self._newest_whole(names, say)
         if resume == "auto":
@@ -124,16 +122,10 @@ class Shelf:
         if fault is not None:
             raise CheckpointError(fault)
         if not any(name.startswith("engine/") for held in self._found for name in held.every):
-            raise CheckpointError(
-                f"{wanted} holds weights without a state of training: to start from them, "
-                f"set initial_weights = {wanted} in the recipe and leave out --resume"
-            )
+            raise without_state(wanted)
         own = self.sharing.ranks.on_first(lambda: wanted.resolve().parent == self.folder.resolve())
         if own and newest is not None and newest != wanted.name:
-            raise CheckpointError(
-                f"{self.folder} goes on behind {wanted.name}, to {newest}: to branch off from {wanted.name}, "
-                "choose another --run"
-            )
+            raise not_newest(self.folder, wanted.name, newest)
         if newest is not None:
             self._examine(self.folder / newest)
         return self._take()

@@ -45,7 +45,7 @@ class Receipt:
             "at": now(),
         }
         self.directory.receipts.mkdir(exist_ok=True)
-        write_text(self.directory.receipts / _name(self.rank), json.dumps(record) + "\n")
+        write_text(self.directory.receipt(self.rank), json.dumps(record) + "\n")
 
     def bring(self, sharing: Sharing) -> None:
         """Have the first rank's run directory hold the receipts of all ranks too. All ranks together, behind `write`.
@@ -54,10 +54,10 @@ class Receipt:
         """
         if sharing.is_one:
             return
-        own = (self.directory.receipts / _name(self.rank)).read_text()
+        own = self.directory.receipt(self.rank).read_text()
         for rank, text in enumerate(sharing.ranks.gather(own)):
             if self.rank == 0 and rank not in sharing.members:
-                write_text(self.directory.receipts / _name(rank), text)
+                write_text(self.directory.receipt(rank), text)
 
     @contextmanager
     def of_failure(self) -> Iterator[None]:
@@ -68,7 +68,3 @@ class Receipt:
             with suppress(OSError):  # a full disk, most likely: then what is raised has said so
                 self.write("failed", " ".join(f"{type(error).__name__}: {error}".split()))
             raise
-
-
-def _name(rank: int) -> str:
-    return f"rank-{rank:05d}.json"

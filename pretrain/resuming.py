@@ -97,9 +97,7 @@ def _chosen(
 ) -> Path | None:
     if resume == "never":
         if list_checkpoints(folder):
-            raise CheckpointError(
-                f"{folder} already holds checkpoints: choose another --run, or leave out --resume never"
-            )
+            raise not_fresh(folder)
         return None
     chosen = newest()
     if resume != "auto":
@@ -111,19 +109,33 @@ def _chosen(
             )
         refuse_unfit(wanted)
         if not (wanted / "engine").is_dir():
-            raise CheckpointError(
-                f"{wanted} holds weights without a state of training: to start from them, "
-                f"set initial_weights = {wanted} in the recipe and leave out --resume"
-            )
+            raise without_state(wanted)
         own = wanted.parent == folder.resolve()
         if own and chosen is not None and chosen.resolve() != wanted:
-            raise CheckpointError(
-                f"{folder} goes on behind {wanted.name}, to {chosen.name}: to branch off from {wanted.name}, "
-                "choose another --run"
-            )
+            raise not_newest(folder, wanted.name, chosen.name)
         if chosen is None:
             chosen = wanted
     return chosen
+
+
+def not_fresh(folder: Path) -> CheckpointError:
+    """What is wrong with "never"."""
+    return CheckpointError(f"{folder} already holds checkpoints: choose another --run, or leave out --resume never")
+
+
+def without_state(wanted: Path) -> CheckpointError:
+    """What is wrong with a path at which there are weights alone."""
+    return CheckpointError(
+        f"{wanted} holds weights without a state of training: to start from them, "
+        f"set initial_weights = {wanted} in the recipe and leave out --resume"
+    )
+
+
+def not_newest(folder: Path, wanted: str, newest: str) -> CheckpointError:
+    """What is wrong with an older checkpoint of the run itself."""
+    return CheckpointError(
+        f"{folder} goes on behind {wanted}, to {newest}: to branch off from {wanted}, choose another --run"
+    )
 
 
 def _refuse_unfit(path: Path) -> None:

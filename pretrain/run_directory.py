@@ -100,9 +100,15 @@ class RunDirectory:
     def receipts(self) -> Path:
         return self.path / "receipts"
 
+    def receipt(self, rank: int) -> Path:
+        return self.receipts / f"rank-{rank:05d}.json"
+
     @property
     def signs(self) -> Path:
         return self.path / "alive"
+
+    def sign(self, rank: int) -> Path:
+        return self.signs / f"rank-{rank:05d}.json"
 
     def log(self, attempt: int, rank: int) -> Path:
         return self.path / "logs" / f"attempt-{attempt}" / f"rank-{rank:05d}.log"

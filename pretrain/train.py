@@ -197,8 +197,7 @@ def train(
             kept.begins(attempt, directory.log(attempt, ranks.rank))
         receipt = Receipt(directory, attempt, ranks.rank, ranks.world_size, command)
         stack.enter_context(receipt.of_failure())
-        sign = directory.signs / f"rank-{ranks.rank:05d}.json"
-        life = SignOfLife(sign, attempt=attempt, rank=ranks.rank, world_size=ranks.world_size)
+        life = SignOfLife(directory.sign(ranks.rank), attempt=attempt, rank=ranks.rank, world_size=ranks.world_size)
         stack.enter_context(life)
         if initial is not None:
             report.say(f"initial weights from {initial}")

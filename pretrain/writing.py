@@ -98,11 +98,16 @@ def why(error: Exception, path: Path) -> str:
     """What stood against writing `path`, in a few words: the libraries have words of their own, some without a disk."""
     place = path if path.exists() else next(folder for folder in path.parents if folder.exists())
     free_bytes = shutil.disk_usage(place).free
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = isinstance(error, OSError) and is_full(error)
     if full or free_bytes < 2**20 or "No space left" in str(error):
         return f"{path}: {FULL}, {show_size(free_bytes)} free"
     told = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return f"{path}: {' '.join(told.split())}, {show_size(free_bytes)} free"
+
+
+def is_full(error: OSError) -> bool:
+    """Whether there was no room, or a user's share of it is used up."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _hash_durable(path: Path) -> str:

@@ -85,7 +85,7 @@ def plan(
         typer.Option(
             "--device-memory",
             metavar="SIZE|auto",
-            help="What one rank's device has: 24GB, 22GiB; auto: this machine's. Absent: no verdict.",
+            help="What one rank's device has: 24GB, 22GiB; auto: this machine's. No verdict if not given.",
         ),
     ] = None,
     device: Annotated[
@@ -224,7 +224,7 @@ def run(
             "--run",
             "--run-dir",
             metavar="DIR",
-            help="The run directory; runs/RECIPE if not given. torchrun minds --run.",
+            help="The run directory; runs/RECIPE if not given. Under torchrun only as --run-dir.",
         ),
     ] = None,
     overrides: Overrides = None,

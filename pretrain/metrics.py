@@ -1,8 +1,8 @@
 """What a run says while it runs: metrics.jsonl, TensorBoard, a progress line.
 
-metrics.jsonl is appended to and never rewritten. Every record carries `kind` ("train", "evaluation"), `step` and
-`attempt`; after a resume the replayed steps appear again with the next attempt's number, so nothing that was once
-reported is lost and a reader takes the last record of each step (`read_metrics`).
+metrics.jsonl is appended to and never rewritten. Every record carries `kind` ("train", "evaluation", "save",
+"change"), `step` and `attempt`; after a resume the replayed steps appear again with the next attempt's number, so
+nothing that was once reported is lost and a reader takes the last record of each step (`read_metrics`).
 
 A full disk ends no run here: what a save that fails has filled it gives back. Records wait for that in main memory.
 """

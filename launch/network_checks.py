@@ -125,18 +125,18 @@ def port(asked: Asked, met: Facts) -> Row:
         row.fail(asked.first, f"{asked.port} taken", reason)
     else:
         row.ok(asked.first, f"{asked.port} free")
+    taken = row.failed
     for node, said in met.items():
         if node == asked.first:
             continue
-        if row.failed:
+        if taken:
             row.skip(node, "not tried")
         elif "connect_error" in said:
             reason = (
                 f"{node} gets no connection to {asked.first} at {asked.address}, port {asked.port} "
                 f"({said['connect_error']}): open ports between the nodes (firewall), or give another --master-addr"
             )
-            row.cells[node] = ("FAIL", said["connect_error"])
-            row.reasons.append(reason)
+            row.fail(node, said["connect_error"], reason)
         else:
             row.ok(node, "connected")
     return row

@@ -292,6 +292,12 @@ def test_routes_and_ports(facts: dict[str, Any]) -> None:
     taken = {**own, "one": {"route": "10.0.0.1", "listen_error": "Address already in use"}}
     (reason,) = network_checks.port(asked(), taken).reasons
     assert reason == "one cannot listen at port 29500: Address already in use: give another --master-port"
+    alone = {"route": "10.0.0.3", "connect_error": "timed out"}
+    assert list(network_checks.port(asked(), {**well, "two": alone, "three": alone}).cells.values()) == [
+        ("ok", "29500 free"),
+        ("FAIL", "timed out"),
+        ("FAIL", "timed out"),
+    ]
 
 
 # ---------------------------------------------------------------- sums over all ranks

@@ -1,4 +1,4 @@
-"""python -m launch: start a training run on this machine."""
+"""python -m launch: start a training run on one machine or several, check them before, watch and stop it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,23 @@ from launch.where import Where
 PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
 REPORT_COLUMNS = 160  # of a report that is no terminal's
 
+Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe's TOML file, see pretrain/recipes.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+RunDirectory = Annotated[
+    Path | None, typer.Option("--run", metavar="DIR", help="The run directory; runs/RECIPE if not given.")
+]
+HostFile = Annotated[
+    Path | None,
+    typer.Option("--hostfile", metavar="FILE", help="Machines, a line each: node-1 slots=8. This one if not given."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's value: --set schedule.peak_lr=3e-4."),
+]
+Changes = Annotated[
+    list[str] | None, typer.Option("--change", metavar="NAME", help="As in pretrain run; may be repeated.")
+]
+
 app = typer.Typer(
     help="Start a training run.",
     no_args_is_help=True,
@@ -50,20 +67,20 @@ def launch() -> None:
     "  python -m launch run pretrain/recipes/mini.toml --launcher torchrun"
 )
 def run(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe's TOML file, see pretrain/recipes.")],
-    run_directory: Annotated[
-        Path | None, typer.Option("--run", metavar="DIR", help="The run directory; absent: runs/NAME-OF-RECIPE.")
-    ] = None,
+    recipe: Recipe,
+    run_directory: RunDirectory = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", metavar="N", help="Processes; absent: one a GPU, or one on a CPU.")
+        int | None,
+        typer.Option("--ranks", metavar="N", help="Ranks on this machine; one a GPU, or one on a CPU, if not given."),
     ] = None,
-    hostfile: Annotated[
-        Path | None,
-        typer.Option("--hostfile", metavar="FILE", help="Machines to run on, a line each: node-1 slots=8."),
-    ] = None,
+    hostfile: HostFile = None,
     launcher: Annotated[
         str | None,
-        typer.Option("--launcher", metavar="pdsh|openmpi|mpich|torchrun", help="With a host file pdsh if not given."),
+        typer.Option(
+            "--launcher",
+            metavar="pdsh|openmpi|mpich|torchrun",
+            help="What starts the ranks; with a host file pdsh if not given.",
+        ),
     ] = None,
     launcher_args: Annotated[
         str, typer.Option("--launcher-args", metavar="WORDS", help="More for pdsh or mpirun, in one argument.")
@@ -78,20 +95,15 @@ def run(
     ] = None,
     master_port: Annotated[
         int | None,
-        typer.Option("--master-port", metavar="P", help="Its port; absent: a free one, with --node-rank 29500."),
+        typer.Option("--master-port", metavar="P", help="Its port; a free one if not given, with --node-rank 29500."),
     ] = None,
     env: Annotated[
         list[str] | None,
         typer.Option("--env", metavar="NAME[=VALUE]", help="Give ranks this variable too, on every node."),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's value: --set schedule.peak_lr=3e-4."),
-    ] = None,
+    overrides: Overrides = None,
     resume: Annotated[str, typer.Option("--resume", metavar="auto|never|PATH", help="As in pretrain run.")] = "auto",
-    change: Annotated[
-        list[str] | None, typer.Option("--change", metavar="NAME", help="As in pretrain run; may be repeated.")
-    ] = None,
+    change: Changes = None,
     force: Annotated[
         bool, typer.Option("--force", help="Start it although the memory plan says that it does not fit.")
     ] = False,
@@ -115,7 +127,9 @@ def run(
         typer.Option("--elastic", metavar="MIN:MAX", help="On so many nodes of the host file: those that answer."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and start nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --dry-run: print one JSON object instead of text.")
+    ] = False,
 ) -> None:
     """Check a recipe, then train it: on this machine's GPUs or CPU, or on the machines of a host file.
 
@@ -163,7 +177,7 @@ def run(
     "  python -m launch slurm pretrain/recipes/debug.toml --ranks-per-node 2 --sbatch reservation=test"
 )
 def slurm(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe's TOML file, see pretrain/recipes.")],
+    recipe: Recipe,
     nodes: Annotated[int, typer.Option("--nodes", metavar="N", help="Machines.")] = 1,
     gpus_per_node: Annotated[
         str | None, typer.Option("--gpus-per-node", metavar="[TYPE:]G", help="GPUs of each, one rank a GPU.")
@@ -172,16 +186,15 @@ def slurm(
         int | None, typer.Option("--ranks-per-node", metavar="R", help="Instead: so many ranks a machine, on CPUs.")
     ] = None,
     cpus_per_task: Annotated[
-        int | None, typer.Option("--cpus-per-task", metavar="C", help="Cores a rank; absent: 4 with a GPU, else 1.")
+        int | None,
+        typer.Option("--cpus-per-task", metavar="C", help="Cores a rank; if not given 4 with a GPU, else 1."),
     ] = None,
     time_limit: Annotated[
         str | None, typer.Option("--time", metavar="LIMIT", help="Of one start: 90 (minutes), 12:00:00, 2-00:00:00.")
     ] = None,
-    run_directory: Annotated[
-        Path | None, typer.Option("--run", metavar="DIR", help="The run directory; absent: runs/NAME-OF-RECIPE.")
-    ] = None,
+    run_directory: RunDirectory = None,
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="A new file for the script; absent: stdout.")
+        Path | None, typer.Option("--output", metavar="FILE", help="A new file for the script; stdout if not given.")
     ] = None,
     partition: Annotated[str | None, typer.Option("--partition", metavar="NAME", help="As sbatch's.")] = None,
     account: Annotated[str | None, typer.Option("--account", metavar="NAME", help="As sbatch's.")] = None,
@@ -190,14 +203,16 @@ def slurm(
     mem: Annotated[
         str | None, typer.Option("--mem", metavar="SIZE", help="Main memory of a node, as sbatch's.")
     ] = None,
-    job_name: Annotated[str | None, typer.Option("--job-name", metavar="NAME", help="Absent: the recipe's.")] = None,
+    job_name: Annotated[
+        str | None, typer.Option("--job-name", metavar="NAME", help="The recipe's name if not given.")
+    ] = None,
     sbatch: Annotated[
         list[str] | None,
-        typer.Option("--sbatch", metavar="KEY[=VALUE]", help="Another option of sbatch, as in --sbatch gres=gpu:8."),
+        typer.Option("--sbatch", metavar="KEY[=VALUE]", help="Another option of sbatch: --sbatch gres=gpu:8."),
     ] = None,
     setup: Annotated[
         list[str] | None,
-        typer.Option("--setup", metavar="LINE", help="A line of bash to run first, as in --setup 'module load cuda'."),
+        typer.Option("--setup", metavar="LINE", help="A line of bash to run first: --setup 'module load cuda'."),
     ] = None,
     environment: Annotated[
         list[str] | None,
@@ -212,7 +227,7 @@ def slurm(
         typer.Option(
             "--signal-seconds",
             metavar="S",
-            help="How long before the time limit it saves; absent: by the size of a checkpoint, at least 120.",
+            help="How long before the time limit it saves; if not given by a checkpoint's size, at least 120.",
         ),
     ] = None,
     requeue: Annotated[
@@ -223,15 +238,10 @@ def slurm(
     ] = 100,
     device_memory: Annotated[
         str | None,
-        typer.Option("--device-memory", metavar="SIZE", help="What a rank will have: 80GB. Absent: no verdict."),
+        typer.Option("--device-memory", metavar="SIZE", help="What a rank will have: 80GB. No verdict if not given."),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's value: --set schedule.peak_lr=3e-4."),
-    ] = None,
-    change: Annotated[
-        list[str] | None, typer.Option("--change", metavar="NAME", help="As in pretrain run; may be repeated.")
-    ] = None,
+    overrides: Overrides = None,
+    change: Changes = None,
     force: Annotated[
         bool, typer.Option("--force", help="Write it although the memory plan says that it does not fit.")
     ] = False,
@@ -286,32 +296,28 @@ def slurm(
     "  python -m launch check --hostfile hosts --skip disk --skip all-reduce --json"
 )
 def check(
-    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="Absent: the machines alone.")] = None,
-    hostfile: Annotated[
-        Path | None,
-        typer.Option("--hostfile", metavar="FILE", help="Lines of `NAME slots=N`; absent: this machine alone."),
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="RECIPE", help="As in run; the machines alone if not given.")
     ] = None,
-    run_directory: Annotated[
-        Path | None, typer.Option("--run", metavar="DIR", help="The run directory; absent: runs/NAME-OF-RECIPE.")
-    ] = None,
+    hostfile: HostFile = None,
+    run_directory: RunDirectory = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", metavar="N", help="On this machine; absent: one a GPU, or one on a CPU.")
+        int | None,
+        typer.Option("--ranks", metavar="N", help="Ranks on this machine; one a GPU, or one on a CPU, if not given."),
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's value.")
-    ] = None,
-    env: Annotated[
-        list[str] | None, typer.Option("--env", metavar="NAME[=VALUE]", help="As in launch run: what nodes get.")
-    ] = None,
+    overrides: Overrides = None,
+    env: Annotated[list[str] | None, typer.Option("--env", metavar="NAME[=VALUE]", help="As in run.")] = None,
     master_addr: Annotated[
-        str | None, typer.Option("--master-addr", metavar="HOST", help="Where the others find the first host.")
+        str | None, typer.Option("--master-addr", metavar="HOST", help="Where all nodes reach the first one.")
     ] = None,
     master_port: Annotated[
-        int | None, typer.Option("--master-port", metavar="P", help="Absent: one that is free here.")
+        int | None, typer.Option("--master-port", metavar="P", help="Its port; one that is free here if not given.")
     ] = None,
     grace_seconds: Annotated[
         float | None,
-        typer.Option("--grace-seconds", metavar="S", help="A save must take no longer; absent: 30, and a warning."),
+        typer.Option(
+            "--grace-seconds", metavar="S", help="A save must take no longer; if not given 30, and a warning."
+        ),
     ] = None,
     wait_seconds: Annotated[
         float, typer.Option("--wait-seconds", metavar="S", help="How long ranks wait for each other.")
@@ -319,7 +325,7 @@ def check(
     skip: Annotated[
         list[str] | None, typer.Option("--skip", metavar="NAME", help="A check not to make, by its name.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
     """Ask every node, at the same time, whether a run would start there; exit 2 with the reasons if not.
 
@@ -355,7 +361,7 @@ def check(
 
 @app.command(epilog="\b\nExamples:\n  python -m launch status runs/mini\n  python -m launch status runs/mini --json")
 def status(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    run: Run,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
     """How far a run is, how fast, whether it lives, which rank is late, how its ranks ended.
@@ -373,10 +379,12 @@ def status(
     epilog="\b\nExamples:\n  python -m launch stop runs/mini\n  python -m launch stop runs/mini --deadline 300"
 )
 def stop(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    run: Run,
     deadline: Annotated[
         float | None,
-        typer.Option("--deadline", min=0, metavar="SECONDS", help="Then end it at once. Absent: wait for it."),
+        typer.Option(
+            "--deadline", min=0, metavar="SECONDS", help="Behind so many, end it at once; wait for it if not given."
+        ),
     ] = None,
 ) -> None:
     """Have a run save its last whole step and stop, and wait for that; Ctrl-C ends the waiting alone.

@@ -36,8 +36,7 @@ def quiet_ports() -> list[int]:
 
 def refuse_taken(port: int) -> None:
     """LaunchError where another program of this machine listens on the port."""
-    if not 0 < port < 65_536:
-        raise LaunchError(f"--master-port {port}: a TCP port is 1 to 65535")
+    refuse_no_port(port)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what an earlier run left behind is no program
         try:
@@ -47,6 +46,12 @@ def refuse_taken(port: int) -> None:
             raise LaunchError(
                 f"--master-port {port}: the port {why}: give another (or none, where one command starts all ranks)"
             ) from None
+
+
+def refuse_no_port(port: int) -> None:
+    """LaunchError for a number that no port has."""
+    if not 0 < port < 65_536:
+        raise LaunchError(f"--master-port {port}: a TCP port is 1 to 65535")
 
 
 def meeting_address(names: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import all_reduce, network_checks, node_checks, path_checks, probe
-from launch.addresses import LOOPBACK, free_port, meeting_address
+from launch.addresses import LOOPBACK, free_port, meeting_address, refuse_no_port
 from launch.devices import visible_gpus
 from launch.environment import asked_for, passed_on
 from launch.errors import LaunchError
@@ -59,8 +59,8 @@ def of_options(
 ) -> Asked:
     """What is to be checked: the nodes of a host file, or this machine. LaunchError where the options cannot be."""
     wanted = asked_for(env, environ)
-    if master_port is not None and not 0 < master_port < 65_536:
-        raise LaunchError(f"--master-port {master_port}: a TCP port is 1 to 65535")
+    if master_port is not None:
+        refuse_no_port(master_port)
     if grace_seconds is not None and not 0 < grace_seconds < math.inf:
         raise LaunchError(f"--grace-seconds {grace_seconds:g}: must be more than 0")
     if hostfile is not None:
@@ -72,7 +72,7 @@ def of_options(
             try:
                 address = meeting_address([host.name for host in hosts])
             except LaunchError:  # of a host that has no address here; the report says which
-                address = hosts[0].name.rpartition("@")[2]
+                address = hosts[0].machine
     else:
         if master_addr is not None:
             raise LaunchError("--master-addr is for several machines: add --hostfile FILE")

@@ -98,8 +98,7 @@ def prepare(
     recipe: Path,
     *,
     run_directory: Path | None,
-    ranks: int | None = None,
-    where: Where | None = None,
+    where: Where,
     overrides: Sequence[str],
     resume: str,
     changes: Sequence[str] = (),
@@ -112,11 +111,9 @@ def prepare(
 ) -> Launch:
     """Plan the recipe and build the command. LaunchError: the recipe's own error line, or what is missing here.
 
-    `ranks` defaults to the number of GPUs, or 1 without any. What does not fit this machine's devices is refused, with
-    `force` it is a warning. The port is free when this is called. `max_minutes`, `grace_seconds` and `timeout_minutes`
-    are the run's.
+    What does not fit this machine's devices is refused, with `force` it is a warning. The port is free when this is
+    called. `max_minutes`, `grace_seconds` and `timeout_minutes` are the run's.
     """
-    where = where or Where(ranks)
     limits = {"--max-minutes": max_minutes, "--grace-seconds": grace_seconds, "--timeout-minutes": timeout_minutes}
     for option, given in limits.items():
         if given is not None and not 0 < given < math.inf:
@@ -176,7 +173,7 @@ def through_runner(
         raise LaunchError(f"--launcher {launcher} takes all hosts of its file: write one with those that are left")
     names = [host.name for host in hosts]
     address = where.master_addr or meeting_address(names)
-    on_first = is_here(names[0].rpartition("@")[2])
+    on_first = is_here(hosts[0].machine)
     if where.master_port is not None and on_first:
         refuse_taken(where.master_port)
     elsewhere = next(iter(quiet_ports()), DEFAULT_PORT)  # who could say what is free there
@@ -257,8 +254,8 @@ def refuse_missing(launcher: str) -> None:
             )
     if found is None:
         raise LaunchError(
-            f"{program} is not installed on this machine: apt-get install {PACKAGES[launcher]}, or give"
-            "  the same command on each node with --node-rank"
+            f"{program} is not installed on this machine: apt-get install {PACKAGES[launcher]}, or give "
+            "the same command on each node with --node-rank"
         )
 
 

@@ -18,12 +18,11 @@ from typing import Any
 
 from launch.command import Launch
 from launch.errors import LaunchError
-from launch.hints import hint, last_words, only_lost
+from launch.hints import RESUMES, hint, last_words, only_lost
 from launch.lifelines import Known
 
 FAILED = 1
 BAD_INPUT = 2
-RESUMES = "the same command resumes from the last checkpoint"
 
 
 @dataclass(frozen=True)

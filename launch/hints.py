@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-SAVED = "the same command resumes from the last checkpoint"
+RESUMES = "the same command resumes from the last checkpoint"
 
 # The first that is found, in this order: the words of programs, what they mean.
 HINTS: tuple[tuple[str, str], ...] = (
@@ -28,7 +28,7 @@ HINTS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"No space left on device|Disk quota exceeded",
-        f"the disk is full: make room, and {SAVED}",
+        f"the disk is full: make room, and {RESUMES}",
     ),
     (
         r"has another [\w ]+ than rank 0|[Oo]ther code|different code",

@@ -25,6 +25,11 @@ class Host:
     name: str
     slots: int
 
+    @property
+    def machine(self) -> str:
+        """The name without the user, where ssh is told one."""
+        return self.name.rpartition("@")[2]
+
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
     """The hosts in the file's order; the first is where rank 0 runs. What follows a `#` is no host.

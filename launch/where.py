@@ -6,7 +6,7 @@
 | several, from one of them | DeepSpeed's runner: pdsh, or mpirun (openmpi, mpich) | a host file, ssh with keys |
 | several, the same on each | DeepSpeed's launch.py (what `deepspeed --no_ssh` starts), or torchrun | --node-rank |
 
-DeepSpeed's own runner for MPICH cannot start a module (`python -m` of its helper's path). The one for Intel MPI can,
+DeepSpeed's own runner for MPICH cannot start a module (it gives `python -m` a path). The one for Intel MPI can,
 and MPICH's mpirun understands its words as well: that is what `--launcher mpich` uses.
 """
 
@@ -105,7 +105,7 @@ def host_here(hosts: Sequence[Host], node_rank: int | None) -> Host | None:
     """Which of the hosts this machine is; None if none of them."""
     if node_rank is not None:
         return hosts[node_rank]
-    return next((host for host in hosts if is_here(host.name.rpartition("@")[2])), None)
+    return next((host for host in hosts if is_here(host.machine)), None)
 
 
 def refuse_unreachable(hosts: Sequence[Host]) -> None:

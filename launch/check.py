@@ -183,8 +183,8 @@ class _Check:
         has_gpus = any(fact["gpus"] or "gpus_error" in fact for fact in facts.values())
         on_gpus = has_gpus and self.asked.environment.get("DS_ACCELERATOR") != "cpu"
         self.asked = asked = replace(self.asked, device="cuda" if on_gpus else "cpu")
-        self.rows += [node_checks.machines(asked, facts), node_checks.code(asked, facts)]
-        self.rows += node_checks.versions(asked, facts)
+        self.rows += [node_checks.machines(facts), node_checks.code(facts)]
+        self.rows += node_checks.versions(facts)
         self.rows += [node_checks.devices(asked, facts), node_checks.memory(asked, facts, self._needed_bytes())]
         self.rows += [node_checks.limits(asked, facts), path_checks.run_directory(asked, facts)]
         self.rows += [*path_checks.inputs(asked, facts), path_checks.disk(asked, facts)]

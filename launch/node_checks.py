@@ -15,7 +15,7 @@ SHARED_MEMORY_BYTES = 2**29  # NCCL takes some 10 MB a channel and peer; Docker 
 BUSY_FRACTION = 0.05  # of a GPU's memory that someone else holds
 
 
-def machines(asked: Asked, facts: Facts) -> Row:
+def machines(facts: Facts) -> Row:
     """Each name a machine of its own."""
     row = Row("machine")
     seen: dict[str, str] = {}
@@ -32,7 +32,7 @@ def machines(asked: Asked, facts: Facts) -> Row:
     return row
 
 
-def code(asked: Asked, facts: Facts) -> Row:
+def code(facts: Facts) -> Row:
     """The same files of ours everywhere. Without git they are compared all the same."""
 
     def reason(node: str, its: Any, other: str, right: Any) -> str:
@@ -56,7 +56,7 @@ def code(asked: Asked, facts: Facts) -> Row:
     return row
 
 
-def versions(asked: Asked, facts: Facts) -> list[Row]:
+def versions(facts: Facts) -> list[Row]:
     """Python, torch, deepspeed and the driver must be equal; other libraries are told of."""
 
     def upgrade(what: str) -> Callable[[str, Any, str, Any], str]:

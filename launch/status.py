@@ -42,7 +42,7 @@ class RankStatus:
     step: int | None
     since_seconds: float | None  # how long it has been doing that
     sign_seconds: float | None  # the age of its last sign of life
-    patience: float  # seconds without one that mean nothing yet
+    patience_seconds: float  # without one, that mean nothing yet
     reason: str | None  # what it was stopped by, or what failed
     late: str | None  # why the others wait for it
 
@@ -147,7 +147,9 @@ def read(run: Path, now: float | None = None) -> Status:
     ranks = tuple(_ranks(run, last, now))
     signs = [one.sign_seconds for one in ranks if one.sign_seconds is not None]
     ages = [*signs, *([now - _instant(said["updated_at"])] if "updated_at" in said else [])]
-    silent = min([*ages, now - _instant(last["started_at"])]) > max([SILENT_SECONDS, *(one.patience for one in ranks)])
+    silent = min([*ages, now - _instant(last["started_at"])]) > max(
+        [SILENT_SECONDS, *(one.patience_seconds for one in ranks)]
+    )
     state = _state(said["state"], ranks, silent=silent)
     steps = _recent_steps(run / "metrics.jsonl", last["attempt"])
     step = max([said.get("global_step", 0), *(one["step"] for one in steps)])
@@ -214,7 +216,7 @@ def _ranks(run: Path, attempt: Mapping[str, Any], now: float) -> list[RankStatus
                 step=sign.get("step") if receipt is None else receipt["global_step"],
                 since_seconds=since if receipt is None else None,
                 sign_seconds=age,
-                patience=patience,
+                patience_seconds=patience,
                 reason=None if receipt is None else receipt["reason"],
                 late=_late(state, age, since, patience) if receipt is None else None,
             )

@@ -140,7 +140,7 @@ def asked(**changes: Any) -> Asked:
 
 def all_rows(what: Asked, facts: dict[str, Any], need: int | None = None) -> list[Row]:
     return [
-        node_checks.machines(what, facts), node_checks.code(what, facts), *node_checks.versions(what, facts),
+        node_checks.machines(facts), node_checks.code(facts), *node_checks.versions(facts),
         node_checks.devices(what, facts), node_checks.memory(what, facts, need), node_checks.limits(what, facts),
         path_checks.run_directory(what, facts), *path_checks.inputs(what, facts), path_checks.disk(what, facts),
         network_checks.own_name(what, facts),
@@ -233,10 +233,9 @@ def test_faults_of_gpus(
 
 
 def test_of_many_the_most_are_right(facts: dict[str, Any]) -> None:
-    hosts = tuple(Host(name, 1) for name in ("one", "two", "three"))
     facts["three"] = {**facts["two"], "machine": "three"}
     facts["one"] = {**facts["one"], "python": "3.99.0"}
-    python = node_checks.versions(asked(hosts=hosts), facts)[0]
+    python = node_checks.versions(facts)[0]
     assert [level for level, _ in python.cells.values()] == ["FAIL", "ok", "ok"]
     assert python.reasons[0].startswith("one has Python 3.99.0, two")
 

@@ -32,13 +32,10 @@ SSH_OPTIONS = "-oBatchMode=yes -oServerAliveInterval=15 -oServerAliveCountMax=4"
 _PR_SET_PDEATHSIG = 1
 
 
-def run(launch: Launch, environ: Mapping[str, str], started_at: float | None = None) -> int:
-    """Run the command to its end and return the exit code: 0 only if every rank says so for this attempt."""
-    return run_once(launch, environ, started_at)[0]
-
-
 def run_once(launch: Launch, environ: Mapping[str, str], started_at: float | None = None) -> tuple[int, bool]:
-    """The exit code of `run`, and whether somebody asked it to stop by a signal.
+    """Run the command to its end: the exit code, and whether somebody asked it to stop by a signal.
+
+    The code is 0 only if every rank says so for this attempt.
 
     Signals ask the ranks, through their keepers, to save their last whole step and stop: DeepSpeed's launcher would
     answer them by killing the ranks 30 seconds later, and a save can take longer. A second one ends all of it at once.
@@ -115,7 +112,7 @@ def own_address(launch: Launch) -> str:
     """Where this command's ranks find it: on the way from here to the first host that is another machine."""
     if not launch.is_remote:
         return LOOPBACK
-    others = [host.name for host in launch.hosts if not is_here(host.name.rpartition("@")[2])]
+    others = [host.name for host in launch.hosts if not is_here(host.machine)]
     return address_towards([resolve(name) for name in others[:1]])
 
 

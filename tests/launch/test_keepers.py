@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from launch.command import Launch
-from launch.running import run
+from launch.running import run_once
 
 ROOT = Path(__file__).resolve().parents[2]
 # A rank as `pretrain run` begins: its keeper first, then an attempt with a log, then a line of the test's.
@@ -84,7 +84,7 @@ OTHER = "sys.exit('error: rank 1 (b) has another program than rank 0 (a): its co
 )
 def test_what_a_rank_met_is_told_last_with_its_cause(tmp_path, capfd, words, code, says):
     """Also where the launcher says that all is well."""
-    assert run(launch(tmp_path, words), os.environ) == code
+    assert run_once(launch(tmp_path, words), os.environ)[0] == code
     told = capfd.readouterr().err
     assert says in last_line(told)
     assert last_line(told).startswith(f"error: run {tmp_path} failed (code {code}): ")
@@ -104,7 +104,7 @@ def test_the_first_failure_counts_and_not_who_lost_another_rank(tmp_path, capfd)
     launched = launch(tmp_path, lost, own, endless)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("launch.running.PEERS_SECONDS", 3.0)
-        assert run(launched, os.environ) == 1
+        assert run_once(launched, os.environ)[0] == 1
     told = capfd.readouterr().err
     assert "rank 1 failed with code 1: ValueError: the cause; " in last_line(told)
     assert "[rank 2] before it has a log\n" in told
@@ -114,7 +114,7 @@ def test_the_first_failure_counts_and_not_who_lost_another_rank(tmp_path, capfd)
 
 def test_bad_input_that_a_rank_has_told_of_is_not_told_twice(tmp_path, capfd):
     words = "early = print('error: no such thing', file=sys.stderr); sys.exit(2)"
-    assert run(launch(tmp_path, words), os.environ) == 2
+    assert run_once(launch(tmp_path, words), os.environ)[0] == 2
     assert capfd.readouterr().err == "before it has a log\nerror: no such thing\n"
 
 
@@ -126,7 +126,7 @@ from pathlib import Path
 from launch import running
 from launch.command import Launch
 argv = (sys.executable, "-c", *sys.argv[1:])
-sys.exit(running.run(Launch(argv, {}, Path(sys.argv[3]), len(sys.argv) - 4, {}), os.environ))
+sys.exit(running.run_once(Launch(argv, {}, Path(sys.argv[3]), len(sys.argv) - 4, {}), os.environ)[0])
 """
 
 

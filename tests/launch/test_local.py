@@ -20,7 +20,7 @@ from launch.devices import narrow, visible_gpus
 from launch.ending import End, newest_attempt, read_receipts, read_status
 from launch.errors import LaunchError
 from launch.oom_killer import oom_killer, oom_kills
-from launch.running import run
+from launch.running import run_once
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -278,7 +278,7 @@ from launch import running
 from launch.command import Launch
 running.GRACE_SECONDS = 3600.0
 argv = (sys.executable, "-c", sys.argv[2], sys.argv[1], sys.argv[3])
-sys.exit(running.run(Launch(argv, {"MARK": sys.argv[1]}, Path(sys.argv[1]), 1, {}), os.environ))
+sys.exit(running.run_once(Launch(argv, {"MARK": sys.argv[1]}, Path(sys.argv[1]), 1, {}), os.environ)[0])
 """
 
 
@@ -360,7 +360,7 @@ def test_a_rank_killed_by_a_signal_is_a_failure_even_if_the_launcher_says_zero(t
     rank = f"import os, pathlib; [pathlib.Path(n).write_text(c) for n, c in {files!r}.items()]; os.kill(os.getpid(), 9)"
     launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], cwd=sys.argv[2])"
     argv = (sys.executable, "-c", launcher, rank, str(tmp_path))
-    assert run(Launch(argv, {}, tmp_path, 1, {}), os.environ) == 1
+    assert run_once(Launch(argv, {}, tmp_path, 1, {}), os.environ)[0] == 1
     assert "step 3 of 9" in capfd.readouterr().err
     assert read_status(tmp_path)["state"] == "failed"
 
@@ -370,7 +370,7 @@ def test_the_minutes_of_a_run_begin_with_the_command(tmp_path):
     tell = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(' '.join(sys.argv[2:]))"
     for limits, told in ((("--max-minutes", "5"), "--max-minutes 5 --started-at 12.500"), ((), "")):
         argv = (sys.executable, "-c", tell, str(tmp_path / "told"), *limits)
-        assert run(Launch(argv, {}, tmp_path, 1, {}), os.environ, started_at=12.5) == 1
+        assert run_once(Launch(argv, {}, tmp_path, 1, {}), os.environ, started_at=12.5)[0] == 1
         assert (tmp_path / "told").read_text() == told
 
 

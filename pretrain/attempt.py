@@ -1,20 +1,71 @@
-"""The beginning of an attempt: the run directory taken, a checkpoint chosen, and written down what will run."""
+"""The beginning of an attempt: all ranks agree, the run directory is taken, a checkpoint chosen, and written down what
+will run."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.history import History
-from pretrain.agreement import facts_of_weights, refuse_differences
+from pretrain.agreement import facts, facts_of_weights, refuse_differences
 from pretrain.config import new_values, to_toml
 from pretrain.inputs import Inputs, initial_weights
 from pretrain.parts import Shelf, named
 from pretrain.resuming import choose, clear_leftovers, converted_from, refuse_other_run
-from pretrain.run_directory import RunDirectory, write_text
-from pretrain.sharing import clear_marks
+from pretrain.run_directory import RunDirectory, RunDirectoryError, write_text
+from pretrain.runtime import Ranks
+from pretrain.sharing import Sharing, clear_marks, discover, drop_if_empty
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A start of the command, as all ranks know of it."""
+
+    number: int
+    resumed_from: Path | None
+    initial: Path | None  # what the weights are read from, where that is no checkpoint to resume from
+    history: History  # what was ever changed by name in the run
+    shelf: Shelf | None  # where ranks have several run directories
+
+
+def agree(path: Path, ranks: Ranks, inputs: Inputs, resume: str, changes: Sequence[str]) -> Sharing:
+    """Which ranks share the run directory at `path`, when all are to run the same. All ranks together.
+
+    Raises RecipeError where they are not, RunDirectoryError where it has to be one for all and is not.
+    """
+    recipe, plan_sha256 = to_toml(inputs.config), inputs.identity["order"].get("plan_sha256")
+    options = {"--resume": resume, "--change": " ".join(changes)}
+    refuse_differences(ranks, lambda: facts(recipe, options, inputs.deepspeed, inputs.collection, plan_sha256))
+    sharing = discover(path, ranks)
+    refusal = sharing.refusal(path) if inputs.config.checkpoint.placement == "shared" else None
+    if refusal is not None:
+        sharing.on_leaders(lambda: drop_if_empty(path))
+        raise RunDirectoryError(refusal)
+    return sharing
+
+
+def begin(
+    directory: RunDirectory,
+    sharing: Sharing,
+    inputs: Inputs,
+    resume: str,
+    changes: Sequence[str],
+    say: Callable[[str], None],
+) -> Attempt:
+    """Begin an attempt in each run directory; errors as of `begin_attempt`. All ranks together."""
+    ranks, shelf = sharing.ranks, None
+    pids = ranks.gather(os.getpid())
+    if sharing.is_one:
+        number, chosen, initial = ranks.on_first(lambda: begin_attempt(directory, inputs, resume, pids, say, changes))
+    else:
+        shelf = Shelf(directory.checkpoints, sharing, gathers=inputs.config.checkpoint.placement == "gathered")
+        number, chosen, initial = begin_attempts(shelf, directory, inputs, resume, pids, say, changes)
+    history = History.of(ranks.on_first(lambda: directory.attempts()[-1]["changes"]))
+    return Attempt(number, chosen, initial, history, shelf)
 
 
 def begin_attempt(

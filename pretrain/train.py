@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -11,26 +10,23 @@ from typing import Literal
 
 import torch
 
-from data_pipeline.history import History
 from data_pipeline.loader import Batch, Loader
 from data_pipeline.stream import TokenStream
 from model.loss import IGNORED
 from model.transformer import Transformer
-from pretrain.agreement import facts, refuse_differences
 from pretrain.alive import SignOfLife
-from pretrain.attempt import begin_attempt, begin_attempts
+from pretrain.attempt import agree, begin
 from pretrain.batching import BatchPlan
 from pretrain.checkpoint import fill, load_weights, measured_at
-from pretrain.config import RunConfig, to_toml
+from pretrain.config import RunConfig
 from pretrain.engine import TIMEOUT_MINUTES, TrainingEngine, process_group, rounding_warnings
 from pretrain.evaluate import Score, evaluate, isolates_documents
 from pretrain.inputs import Inputs, refuse_devices
 from pretrain.keeper import Kept
 from pretrain.metrics import Report, TrainingDivergedError
-from pretrain.parts import Shelf
 from pretrain.receipts import Receipt
 from pretrain.retention import Retention
-from pretrain.run_directory import RunDirectory, RunDirectoryError
+from pretrain.run_directory import RunDirectory
 from pretrain.runtime import (
     Ranks,
     auto_compute,
@@ -43,7 +39,6 @@ from pretrain.runtime import (
 )
 from pretrain.saving import Checkpoints, SaveResult
 from pretrain.schedule import jump, learning_rate
-from pretrain.sharing import discover, drop_if_empty
 from pretrain.state import Measured, TrainState
 from pretrain.stopping import (
     Poll,
@@ -171,40 +166,23 @@ def train(
             if stop.reason is None or not is_lost_peer(error):
                 raise
             return "stopped"  # nothing has begun: the signal met another rank before it could note it, and ended that
-        plan_sha256 = inputs.identity["order"].get("plan_sha256")
-        options = {"--resume": resume, "--change": " ".join(changes)}
-        refuse_differences(
-            ranks, lambda: facts(to_toml(config), options, inputs.deepspeed, inputs.collection, plan_sha256)
-        )
-        sharing = discover(path, ranks)
-        refusal = sharing.refusal(path) if config.checkpoint.placement == "shared" else None
-        if refusal is not None:
-            sharing.on_leaders(lambda: drop_if_empty(path))
-            raise RunDirectoryError(refusal)
+        sharing = agree(path, ranks, inputs, resume, changes)
         report = stack.enter_context(Report(directory, config, active=ranks.is_first))
-        pids = ranks.gather(os.getpid())
-        shelf = None
-        if sharing.is_one:
-            attempt, resumed_from, initial = ranks.on_first(
-                lambda: begin_attempt(directory, inputs, resume, pids, report.say, changes)
-            )
-        else:
-            shelf = Shelf(directory.checkpoints, sharing, gathers=config.checkpoint.placement == "gathered")
-            attempt, resumed_from, initial = begin_attempts(shelf, directory, inputs, resume, pids, report.say, changes)
-        history = History.of(ranks.on_first(lambda: directory.attempts()[-1]["changes"]))
-        inputs = inputs.behind(history)
+        attempt = begin(directory, sharing, inputs, resume, changes, report.say)
+        number, resumed_from, shelf = attempt.number, attempt.resumed_from, attempt.shelf
+        inputs = inputs.behind(attempt.history)
         if kept is not None:
-            kept.begins(attempt, directory.log(attempt, ranks.rank))
-        receipt = Receipt(directory, attempt, ranks.rank, ranks.world_size, command)
+            kept.begins(number, directory.log(number, ranks.rank))
+        receipt = Receipt(directory, number, ranks.rank, ranks.world_size, command)
         stack.enter_context(receipt.of_failure())
-        life = SignOfLife(directory.sign(ranks.rank), attempt=attempt, rank=ranks.rank, world_size=ranks.world_size)
+        life = SignOfLife(directory.sign(ranks.rank), attempt=number, rank=ranks.rank, world_size=ranks.world_size)
         stack.enter_context(life)
-        if initial is not None:
-            report.say(f"initial weights from {initial}")
+        if attempt.initial is not None:
+            report.say(f"initial weights from {attempt.initial}")
         for note in (precision_note(config.precision, device), *rounding_warnings(config)):
             if note is not None:
                 report.say(note)
-        engine = build_engine(inputs, ranks, device, initial)
+        engine = build_engine(inputs, ranks, device, attempt.initial)
         asynchronous = config.checkpoint.asynchronous
 
         def save_ended(result: SaveResult) -> None:
@@ -232,9 +210,9 @@ def train(
         receipt.state = life.state = state
         batches = life.reading(heeding(stack.enter_context(loader(inputs, ranks, state)), stop))
         stopping = Stopping(stop, engine.sum_over_ranks)
-        report.begins(attempt, state, resumed_from, inputs.order, inputs.steps)
+        report.begins(number, state, resumed_from, inputs.order, inputs.steps)
         if resumed_from is not None:
-            report.changed(state, history, changes, inputs.order)
+            report.changed(state, attempt.history, changes, inputs.order)
         jumped = None if resumed_from is None else jump(state.global_step, engine.learning_rate, schedule)
         if jumped is not None:
             report.say(jumped)

@@ -27,11 +27,12 @@ from data_pipeline.loader import Batch
 from pretrain.checkpoint import list_checkpoints
 from pretrain.config import RecipeError, parse_recipe
 from pretrain.engine import process_group
+from pretrain.inputs import Inputs
 from pretrain.metrics import Report, all_records, read_metrics
 from pretrain.runtime import Ranks
 from pretrain.saving import Checkpoints
 from pretrain.state import TrainState
-from pretrain.train import Inputs, train_step
+from pretrain.train import train_step
 from tests.pretrain.test_fp16 import with_fp16
 from tests.pretrain.test_resume import assert_same_checkpoint
 from tests.ranks import run_ranks

@@ -38,6 +38,10 @@ class Snapshot:
         self._copied: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # by a storage's address in torch
         self._touching: Job[None] | None = None
 
+    @property
+    def held_bytes(self) -> int:
+        return sum(room.numel() for room in self._rooms)
+
     @contextmanager
     def making_room(self) -> Iterator[None]:
         """What is taken inside is not copied, but has its room from then on, which a thread touches: so the first copy

@@ -39,9 +39,10 @@ from data_pipeline.loader import Batch
 from model.transformer import Transformer
 from pretrain.batching import BatchPlan
 from pretrain.config import Compute, RecipeError, RunConfig, parse_recipe
-from pretrain.engine import TrainingEngine, process_group, read_json, resolve
+from pretrain.engine import TrainingEngine, process_group
 from pretrain.held import PeakTracker
 from pretrain.memory import MOMENTS, Budget, budget
+from pretrain.resolve import read_json, resolve
 from pretrain.runtime import Ranks
 from pretrain.snapshot import Snapshot
 from pretrain.train import train_step

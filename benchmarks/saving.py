@@ -32,7 +32,8 @@ from benchmarks.memory import SHAPES, batches_of, of_stage
 from benchmarks.memory import recipe as memory_recipe
 from model.transformer import Transformer
 from pretrain.batching import BatchPlan
-from pretrain.engine import TrainingEngine, process_group, resolve
+from pretrain.engine import TrainingEngine, process_group
+from pretrain.resolve import resolve
 from pretrain.retention import Retention
 from pretrain.runtime import Ranks
 from pretrain.saving import Checkpoints, SaveResult

@@ -1,7 +1,7 @@
 """What to change so that a recipe fits: a cost model for every change that saves memory, and searches by it.
 
 A change never touches the global batch, the order of data or the schedule: a smaller micro-batch means more of them.
-Whatever is proposed has been through `engine.resolve` and `memory.budget`, so nothing is named that the engine refuses.
+Whatever is proposed has been through `resolve` and `memory.budget`, so nothing is named that the engine refuses.
 
 **The order.** Changes are compared by three things, the first that differs deciding:
 
@@ -40,8 +40,8 @@ from typing import Any, Literal
 from model.accounting import flops_per_token, parameter_count
 from pretrain.config import PROJECT_ROOT, Compute, RecipeError, RunConfig, from_root, parse_recipe, show
 from pretrain.device_memory import GB, PROCESS_BYTES, DeviceMemory, show_size
-from pretrain.engine import read_json, resolve, zero_stage
 from pretrain.memory import BYTES, MOMENTS, Budget, budget
+from pretrain.resolve import read_json, resolve, zero_stage
 
 # What a caching allocator cannot use of memory that was cut into pieces, of the peak.
 FRAGMENTATION = 0.05

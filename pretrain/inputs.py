@@ -15,7 +15,8 @@ from pretrain.batching import BatchPlan, steps_of
 from pretrain.changes import after, steps_of_identity
 from pretrain.checkpoint import find, refuse_other_model, refuse_unhealthy, tokenizer_of, verify
 from pretrain.config import Compute, RecipeError, RunConfig, from_root
-from pretrain.engine import device_refusal, read_json, resolve
+from pretrain.engine import device_refusal
+from pretrain.resolve import read_json, resolve
 from pretrain.resuming import with_defaults
 from pretrain.run_directory import CheckpointError
 from pretrain.runtime import Ranks

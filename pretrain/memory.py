@@ -24,7 +24,7 @@ from model.accounting import parameter_shapes
 from model.config import ModelConfig
 from pretrain.batching import BatchPlan
 from pretrain.config import Compute, RecipeError, RunConfig
-from pretrain.engine import is_torchs, refusal, zero_stage
+from pretrain.resolve import is_torchs, refusal, zero_stage
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -123,7 +123,7 @@ Scene = Sequence[Part]
 def budget(
     config: RunConfig, deepspeed: Mapping[str, Any], world_size: int, *, compute: Compute, device: Device
 ) -> Budget:
-    """What one of `world_size` ranks holds of `config` under the resolved DeepSpeed JSON (`engine.resolve`).
+    """What one of `world_size` ranks holds of `config` under the resolved DeepSpeed JSON (`resolve.resolve`).
 
     Where ranks differ it is the largest one's. RecipeError, with the reason, where the engine cannot hold the
     combination (`engine.refusal`), since there is then nothing to count.

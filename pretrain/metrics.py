@@ -30,9 +30,9 @@ from model.accounting import flops_per_token
 from pretrain.batching import steps_of
 from pretrain.changes import told, unchanged
 from pretrain.config import RunConfig
-from pretrain.engine import SMALLEST_LOSS_SCALE
 from pretrain.evaluate import Score
 from pretrain.plan import Reading
+from pretrain.resolve import SMALLEST_LOSS_SCALE
 from pretrain.run_directory import RunDirectory, RunState, now
 from pretrain.state import TrainState
 from pretrain.writing import is_full

@@ -10,8 +10,8 @@ from model.transformer import Transformer
 from pretrain.adamw import PiecewiseAdamW
 from pretrain.config import OptimizerTable, RunConfig
 from pretrain.eight_bit import EightBitAdamW
-from pretrain.engine import is_torchs
 from pretrain.muon import OrthogonalizingAdamW
+from pretrain.resolve import is_torchs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -14,9 +14,9 @@ from model.activations import LEGEND as PASS_LEGEND
 from pretrain.batching import BatchPlan, steps_of
 from pretrain.config import Compute, RecipeError, RunConfig, from_root, parse_recipe, show
 from pretrain.device_memory import GB, MB, DeviceMemory, show_size
-from pretrain.engine import read_json, resolve, rounding_warnings, zero_stage
 from pretrain.fit import FRAGMENTATION, Need
 from pretrain.memory import BYTES, LEGEND, MOMENTS, Budget, budget
+from pretrain.resolve import read_json, resolve, rounding_warnings, zero_stage
 
 UNITS = {"mb": MB, "gb": GB, "tb": 10**12, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 

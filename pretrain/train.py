@@ -19,12 +19,13 @@ from pretrain.attempt import agree, begin
 from pretrain.batching import BatchPlan
 from pretrain.checkpoint import fill, load_weights, measured_at
 from pretrain.config import RunConfig
-from pretrain.engine import TIMEOUT_MINUTES, TrainingEngine, process_group, rounding_warnings
+from pretrain.engine import TIMEOUT_MINUTES, TrainingEngine, process_group
 from pretrain.evaluate import Score, evaluate, isolates_documents
 from pretrain.inputs import Inputs, refuse_devices
 from pretrain.keeper import Kept
 from pretrain.metrics import Report, TrainingDivergedError
 from pretrain.receipts import Receipt
+from pretrain.resolve import rounding_warnings
 from pretrain.retention import Retention
 from pretrain.run_directory import RunDirectory
 from pretrain.runtime import (

@@ -17,7 +17,8 @@ from data_pipeline.loader import Batch
 from model.transformer import Transformer
 from pretrain.batching import BatchPlan, steps_of
 from pretrain.config import RunConfig
-from pretrain.engine import TrainingEngine, process_group, resolve
+from pretrain.engine import TrainingEngine, process_group
+from pretrain.resolve import resolve
 from pretrain.runtime import Ranks
 from pretrain.train import train_step
 from tests.pretrain.recipe import recipe

@@ -21,8 +21,9 @@ from pretrain.checkpoint import list_checkpoints
 from pretrain.config import RunConfig, parse_recipe
 from pretrain.eight_bit import BLOCK, decoded, dequantize, quantize
 from pretrain.elastic import Layout, places
-from pretrain.engine import TrainingEngine, process_group, resolve
+from pretrain.engine import TrainingEngine, process_group
 from pretrain.metrics import Report, read_metrics
+from pretrain.resolve import resolve
 from pretrain.runtime import Ranks
 from pretrain.state import TrainState
 from pretrain.train import train_step

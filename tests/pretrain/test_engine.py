@@ -14,7 +14,8 @@ from data_pipeline.loader import Batch
 from model.transformer import Transformer
 from pretrain.batching import BatchPlan
 from pretrain.config import RunConfig, parse_recipe
-from pretrain.engine import TrainingEngine, process_group, refusal, resolve
+from pretrain.engine import TrainingEngine, process_group
+from pretrain.resolve import refusal, resolve
 from pretrain.runtime import Ranks
 from pretrain.train import train_step
 from tests.ranks import run_ranks

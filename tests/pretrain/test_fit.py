@@ -10,7 +10,6 @@ from pretrain import __main__ as command_line
 from pretrain.config import PROJECT_ROOT, RecipeError, load_recipe, parse_recipe, to_toml
 from pretrain.device_memory import GB, MB, DeviceMemory, described
 from pretrain.device_presets import DEVICES_GB, RANKS
-from pretrain.engine import read_json, resolve
 from pretrain.fit import (
     Choice,
     Layout,
@@ -26,6 +25,7 @@ from pretrain.fit import (
     too_big,
 )
 from pretrain.memory import Budget, Part
+from pretrain.resolve import read_json, resolve
 from tests.pretrain.recipe import recipe
 
 HALF_B = load_recipe(PROJECT_ROOT / "pretrain" / "recipes" / "0.5b.toml")

@@ -19,8 +19,9 @@ import torch
 
 from pretrain.checkpoint import list_checkpoints, load_model
 from pretrain.config import RecipeError, parse_recipe
-from pretrain.engine import TrainingEngine, process_group, refusal
+from pretrain.engine import TrainingEngine, process_group
 from pretrain.metrics import Report, TrainingDivergedError, all_records, read_metrics
+from pretrain.resolve import refusal
 from pretrain.runtime import Ranks, auto_compute, precision_note
 from pretrain.state import TrainState
 from pretrain.train import StepResult, train, train_step

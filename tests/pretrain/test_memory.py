@@ -14,8 +14,9 @@ from model.accounting import parameter_count, parameter_shapes
 from model.config import PRESETS
 from model.transformer import Transformer
 from pretrain.config import RecipeError, RunConfig
-from pretrain.engine import process_group, resolve
+from pretrain.engine import process_group
 from pretrain.memory import MOMENTS, PIECE, Budget, _Facts, _groups, budget
+from pretrain.resolve import resolve
 from pretrain.runtime import Ranks
 from tests.pretrain.recipe import recipe as smallest_recipe
 from tests.ranks import run_ranks

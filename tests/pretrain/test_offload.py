@@ -10,15 +10,8 @@ import pytest
 import torch
 
 from pretrain.config import PROJECT_ROOT, RecipeError, RunConfig
-from pretrain.engine import (
-    OFFLOAD_KEYS,
-    OFFLOAD_REFUSED,
-    OFFLOAD_STAGE,
-    TrainingEngine,
-    process_group,
-    read_json,
-    resolve,
-)
+from pretrain.engine import TrainingEngine, process_group
+from pretrain.resolve import OFFLOAD_KEYS, OFFLOAD_REFUSED, OFFLOAD_STAGE, read_json, resolve
 from pretrain.runtime import Ranks
 from pretrain.train import StepResult, train_step
 from tests.pretrain.recipe import recipe as smallest_recipe

@@ -20,10 +20,11 @@ from pretrain.adamw import PiecewiseAdamW, direction
 from pretrain.checkpoint import CheckpointError
 from pretrain.config import RunConfig, parse_recipe
 from pretrain.eight_bit import BLOCK, EightBitAdamW, dequantize, levels, quantize
-from pretrain.engine import TrainingEngine, process_group, resolve, rounding_warnings
+from pretrain.engine import TrainingEngine, process_group
 from pretrain.inputs import optimizer_identity
 from pretrain.muon import Matrix, OrthogonalizingAdamW, cut, orthogonalize, rounds, spread
 from pretrain.optimizer import build_optimizer, parameter_groups
+from pretrain.resolve import resolve, rounding_warnings
 from pretrain.resuming import refuse_other_run
 from pretrain.rounding import add_kahan, add_nearest, add_stochastic, generator_of
 from pretrain.runtime import Ranks

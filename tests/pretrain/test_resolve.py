@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import RecipeError, from_root
-from pretrain.engine import JSON_KEYS, RECIPE_OWNS, ZERO_KEYS, ZERO_REFUSED, read_json, resolve
+from pretrain.resolve import JSON_KEYS, RECIPE_OWNS, ZERO_KEYS, ZERO_REFUSED, read_json, resolve
 from tests.pretrain.recipe import recipe
 
 JSONS = [read_json(from_root(f"ds_configs/zero{stage}.json")) for stage in range(4)]

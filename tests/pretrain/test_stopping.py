@@ -25,8 +25,9 @@ from data_pipeline.loader import Loader
 from pretrain.batching import BatchPlan, steps_of
 from pretrain.checkpoint import list_checkpoints, verify
 from pretrain.config import parse_recipe
-from pretrain.engine import TrainingEngine, process_group, resolve
+from pretrain.engine import TrainingEngine, process_group
 from pretrain.metrics import Report, read_metrics
+from pretrain.resolve import resolve
 from pretrain.run_directory import RunDirectory
 from pretrain.runtime import Ranks
 from pretrain.saving import Checkpoints

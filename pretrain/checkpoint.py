@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import warnings
@@ -35,6 +34,7 @@ from safetensors.torch import load_file
 from data_pipeline.durable import file_sha256
 from model.config import ModelConfig, ModelConfigError
 from model.huggingface import save_tensors
+from pretrain.confined import strays
 from pretrain.retention import Saved
 from pretrain.run_directory import CheckpointError, RunDirectory
 
@@ -46,6 +46,7 @@ FORMAT = "zerohalf-checkpoint"
 FORMAT_VERSION = 1
 
 _STEP = re.compile(r"step-\d{8,}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 # What to do where not all parts of a checkpoint are at hand.
 JOIN = (
     "start on all machines that hold parts, or copy their run directories to this one and join them with "
@@ -112,25 +113,46 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if found != (FORMAT, FORMAT_VERSION):
         raise CheckpointError(f"{path}/manifest.json says format {found[0]} {found[1]}, not {FORMAT} {FORMAT_VERSION}")
     files, part = manifest.get("files"), manifest.get("part")
-    if not isinstance(files, dict) or digest(files, part) != manifest.get("files_sha256"):
+    elsewhere = _elsewhere(manifest)
+    if (
+        not isinstance(files, dict)
+        or digest(files, part) != manifest.get("files_sha256")
+        or elsewhere is None
+        or files.keys() & elsewhere.keys()
+    ):
         raise CheckpointError(f"{path}/manifest.json is damaged")
-    elsewhere = {} if part is None else _elsewhere(part, path)
-    home = os.path.realpath(path)
     for name, record in [*files.items(), *elsewhere.items()]:
-        if "\0" in name or not Path(os.path.realpath(path / name)).is_relative_to(home):
-            raise CheckpointError(f"{path}/manifest.json names {name!r}, which is outside its folder: it is not used")
-        if not isinstance(record, dict) or not isinstance(record.get("bytes"), int):
+        if strays(name, path):
+            raise CheckpointError(
+                f"{path}/manifest.json names {name!r}, which is outside its folder or behind a link: it is not used"
+            )
+        if not _is_record(record):
             raise CheckpointError(f"{path}/manifest.json is damaged")
     return manifest
 
 
-def _elsewhere(part: object, path: Path) -> dict[str, Any]:
-    """The files of a checkpoint that its part at `path` names and does not hold."""
-    kinds = {"number": int, "hosts": list, "elsewhere": dict}
-    if not isinstance(part, dict) or not all(isinstance(part.get(name), kind) for name, kind in kinds.items()):
-        raise CheckpointError(f"{path}/manifest.json is damaged")
-    found: dict[str, Any] = part["elsewhere"]
-    return found
+def _elsewhere(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The files of a checkpoint that its part names and does not hold; None where what it says of them is no part's."""
+    if "part" not in manifest:
+        return {}
+    part = manifest["part"]
+    if not isinstance(part, dict):
+        return None
+    number, hosts, elsewhere = (part.get(name) for name in ("number", "hosts", "elsewhere"))
+    if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
+        return None
+    # True is no number here.
+    if type(number) is not int or number not in range(len(hosts)) or not isinstance(elsewhere, dict):
+        return None
+    return elsewhere
+
+
+def _is_record(record: object) -> bool:
+    """Whether it tells the size and the sha256 of a file."""
+    if not isinstance(record, dict):
+        return False
+    size, sha256 = record.get("bytes"), record.get("sha256")
+    return type(size) is int and size >= 0 and isinstance(sha256, str) and _SHA256.fullmatch(sha256) is not None
 
 
 def verify(path: Path, on_bytes: Callable[[int], None] | None = None) -> None:
@@ -144,7 +166,7 @@ def verify(path: Path, on_bytes: Callable[[int], None] | None = None) -> None:
             raise CheckpointError(f"{file} is missing")
         if file.stat().st_size != record["bytes"]:
             raise CheckpointError(f"{file} has {file.stat().st_size} bytes, {record['bytes']} were written")
-        if file_sha256(file, on_bytes) != record.get("sha256"):
+        if file_sha256(file, on_bytes) != record["sha256"]:
             raise CheckpointError(f"{file} is damaged: its sha256 is not the recorded one")
 
 

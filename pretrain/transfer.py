@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pretrain.confined import strays
 from pretrain.runtime import Ranks
 
 CHUNK_BYTES = 64 * 2**20  # held by each side
@@ -61,17 +62,19 @@ class Courier:
         faults = []
         for one in files:
             if self._ranks.rank == one.sender:
-                faults.append(self._send(one, source / one.name, buffer))
+                faults.append(self._send(one, source, buffer))
             if self._ranks.rank == one.receiver:
-                faults.append(self._receive(one, target / one.name, buffer))
+                faults.append(self._receive(one, target, buffer))
         for rank, fault in enumerate(self.gather(next(filter(None, faults), None))):
             if fault is not None:
                 raise OSError(f"on rank {rank}: {fault}")
 
-    def _send(self, one: Carried, path: Path, buffer: bytearray) -> str | None:
+    def _send(self, one: Carried, folder: Path, buffer: bytearray) -> str | None:
         fault: str | None = None
+        path = folder / one.name
         with ExitStack() as stack:
             try:
+                _refuse_stray(one.name, folder)
                 file = stack.enter_context(path.open("rb", buffering=0))
             except OSError as error:
                 fault = _told(path, error)
@@ -84,11 +87,12 @@ class Courier:
                 dist.send(message, one.receiver, group=self._group)
         return fault
 
-    def _receive(self, one: Carried, path: Path, buffer: bytearray) -> str | None:
+    def _receive(self, one: Carried, folder: Path, buffer: bytearray) -> str | None:
         fault: str | None = None
-        digest = hashlib.sha256()
+        path, digest = folder / one.name, hashlib.sha256()
         with ExitStack() as stack:
             try:
+                _refuse_stray(one.name, folder)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(path.open("wb", buffering=0))
             except OSError as error:
@@ -124,6 +128,12 @@ def _fill(piece: memoryview, file: io.FileIO) -> None:
         if not count:
             raise OSError("it is shorter than was recorded")
         piece = piece[count:]
+
+
+def _refuse_stray(name: str, folder: Path) -> None:
+    """OSError where a name leads out of a folder on this disk, whatever it does on the other side's."""
+    if strays(name, folder):
+        raise OSError(f"{name!r} is outside its folder or behind a link: it is not carried")
 
 
 def _told(path: Path, error: OSError) -> str:

@@ -23,7 +23,7 @@ import pretrain.train
 from data_pipeline.durable import file_sha256
 from pretrain import checkpoint as store
 from pretrain.__main__ import app
-from pretrain.checkpoint import list_checkpoints, load_model, load_weights, manifest_of, verify
+from pretrain.checkpoint import digest, list_checkpoints, load_model, load_weights, manifest_of, refuse_part, verify
 from pretrain.config import RecipeError, parse_recipe
 from pretrain.engine import process_group
 from pretrain.evaluate import evaluate_checkpoint
@@ -419,7 +419,10 @@ def test_what_has_no_mean_is_refused_and_nothing_is_written(run: Path, tmp_path:
 # ---------------------------------------------------------------- files from others
 
 
-@pytest.mark.parametrize("way", ["..", "absolute", "link", "link of a folder", "null byte"])
+@pytest.mark.parametrize(
+    "way",
+    ["..", "absolute", "link", "link of a folder", "back behind a link", "link within", ".", "empty", "null byte"],
+)
 def test_a_manifest_that_names_a_place_outside_is_refused(way: str, run: Path, tmp_path: Path) -> None:
     secret = tmp_path / "elsewhere" / "secret"
     secret.parent.mkdir()
@@ -427,13 +430,47 @@ def test_a_manifest_that_names_a_place_outside_is_refused(way: str, run: Path, t
     checkpoint = at(run, 10)
     name = {
         "..": "../../../elsewhere/secret", "absolute": str(secret), "link": "link", "link of a folder": "link/secret",
-        "null byte": "a\0b",
+        "back behind a link": "link/../secret",  # within this folder here, another place where there is no such link
+        "link within": "link/secret", ".": "engine/./secret", "empty": "engine//secret", "null byte": "a\0b",
     }[way]  # fmt: skip
-    if way.startswith("link"):
+    if "within" in way or "behind" in way:
+        (checkpoint / "inner" / "deep").mkdir(parents=True)
+        (checkpoint / "inner" / "secret").write_text("text")
+        (checkpoint / "link").symlink_to("inner/deep" if "behind" in way else "inner")
+    elif way.startswith("link"):
         (checkpoint / "link").symlink_to(secret if way == "link" else secret.parent)
+    elif way in (".", "empty"):
+        (checkpoint / "engine" / "secret").write_text("text")
     signed(checkpoint, **{name: {"bytes": 4, "sha256": file_sha256(secret)}})
     with pytest.raises(CheckpointError, match="which is outside its folder"):
         verify(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        None,
+        [],
+        {},
+        {"number": 0, "hosts": [1, 2], "elsewhere": {}},
+        {"number": 10**30, "hosts": ["a"], "elsewhere": {}},
+        {"number": -5, "hosts": ["a", "b"], "elsewhere": {}},
+        {"number": True, "hosts": ["a", "b"], "elsewhere": {}},
+        {"number": 0, "hosts": [], "elsewhere": {}},
+        {"number": 0, "hosts": ["a"], "elsewhere": {"model.json": {"bytes": 1, "sha256": "0" * 64}}},
+        {"number": 0, "hosts": ["a"], "elsewhere": {"x": {"bytes": 5}}},
+        {"number": 0, "hosts": ["a"], "elsewhere": {"x": {"bytes": -1, "sha256": "0" * 64}}},
+        {"number": 0, "hosts": ["a"], "elsewhere": {"../x": {"bytes": 1, "sha256": "0" * 64}}},
+    ],
+)
+def test_a_part_of_another_shape_is_damage(part: Any, run: Path) -> None:
+    path = at(run, 10) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    signature = digest(manifest["files"], part)
+    path.write_text(json.dumps({**manifest, "part": part, "files_sha256": signature}))
+    for use in (verify, refuse_part):
+        with pytest.raises(CheckpointError, match=r"manifest.json (is damaged|names '../x')"):
+            use(at(run, 10))
 
 
 def test_a_checkpoint_may_stand_behind_a_link(run: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import time
@@ -414,7 +415,7 @@ def test_machines_that_differ_are_refused(
 
 
 def carry_case(ranks: Ranks, places: Sequence[Path]) -> tuple[list[str], int]:
-    """Files to and fro in small pieces: what was said of four walks, and the most that was held meanwhile."""
+    """Files to and fro in small pieces: what was said of five walks, and the most that was held meanwhile."""
     ranks = as_node(ranks, places)
     sizes = {"big": 3_000_001, "small": 5, "empty": 0}
     said = []
@@ -427,10 +428,13 @@ def carry_case(ranks: Ranks, places: Sequence[Path]) -> tuple[list[str], int]:
         hashes = ranks.on_first(lambda: {name: file_sha256(Path(name)) for name in sizes})
         files = [Carried(name, size, hashes[name], 0, 1) for name, size in sizes.items()]
         if not ranks.is_first:
-            Path("full").mkdir()
-            Path("full/big").symlink_to("/dev/full")
+            Path("linked").mkdir()
+            Path("linked/big").symlink_to("../escaped")
         tracemalloc.start()
-        for target in ("full", "whole", "other", "cut"):
+        for target in ("full", "linked", "whole", "other", "cut"):
+            if target in ("full", "linked") and not ranks.is_first:  # no file gets larger than this
+                room = 1_000_000 if target == "full" else resource.RLIM_INFINITY
+                resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
             if target == "cut" and ranks.is_first:
                 os.truncate("big", 100)
             ranks.barrier()
@@ -452,11 +456,13 @@ def test_files_are_carried_in_pieces_and_a_full_disk_is_told_on_all_ranks(tmp_pa
     (said, peak), (others, others_peak) = run_ranks(2, carry_case, places)
     assert said == others
     assert said == [
-        "on rank 1: full/big: No space left on device",
+        "on rank 1: full/big: File too large",
+        "on rank 1: linked/big: 'big' is outside its folder or behind a link: it is not carried",
         "carried",
         "on rank 1: other/big arrived from rank 0 with another sha256 than the recorded one",
         "on rank 0: big: it is shorter than was recorded",
     ]
+    assert not (places[1] / "escaped").exists()
     assert max(peak, others_peak) < 1_000_000
     for name, size in (("big", 3_000_001), ("small", 5), ("empty", 0)):
         assert (places[1] / "whole" / name).stat().st_size == size

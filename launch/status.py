@@ -6,28 +6,23 @@ other machines that share the directory. Their clocks are taken to agree within 
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from launch.errors import LaunchError
+from launch import records
+from launch.records import ENDED, Record
+from launch.remote import is_here
 
 LATE_SECONDS = 15.0  # without a sign of life, or waiting for data while the others have theirs
 SILENT_SECONDS = 60.0  # without a sign of any rank: it is gone
 SIGNS_MISSED = 5  # at least; where many ranks share a file system, each gives one less often
 RECENT_STEPS = 20  # whose mean is the rate
 RESTARTING = "restarting"  # a file in the run directory: `launch run` is about to start it again
-RESTART_SECONDS = 600.0  # so long that is believed
-METRICS_BYTES = 64 * 2**10  # of the end of metrics.jsonl, which hold as many
+RESTART_SECONDS = 600.0  # so long that is believed, where it cannot be seen whether it lives
 LIVES = ("starting", "running", "restarting")
-ENDED = ("stopped", "finished", "failed")
 
 
 @dataclass(frozen=True)
@@ -137,37 +132,33 @@ def read(run: Path, now: float | None = None) -> Status:
     """The status of the last attempt at `now` (seconds since the epoch). LaunchError: there is no run, or a damaged
     one."""
     now = time.time() if now is None else now
-    attempts = _json(run / "environment.json", default={}).get("attempts")
-    if not attempts:
-        raise LaunchError(f"{run} is no run directory: nothing was started there (no environment.json)")
-    last = attempts[-1]
-    said = _json(run / "status.json", default={})
-    if said.get("attempt") != last["attempt"]:  # it has begun, and says nothing yet
-        said = {"state": "starting"}
-    ranks = tuple(_ranks(run, last, now))
+    last = records.newest_attempt(run)
+    attempt = last["attempt"]
+    said = records.status(run, attempt) or {"state": "starting"}  # it has begun, and says nothing yet
+    receipts = records.receipts(run, attempt)
+    ranks = tuple(_ranks(last["world_size"], records.signs(run, attempt), receipts, now))
     signs = [one.sign_seconds for one in ranks if one.sign_seconds is not None]
-    ages = [*signs, *([now - _instant(said["updated_at"])] if "updated_at" in said else [])]
-    silent = min([*ages, now - _instant(last["started_at"])]) > max(
+    ages = [*signs, *([now - records.seconds(said["updated_at"])] if said.get("updated_at") is not None else [])]
+    silent = min([*ages, now - records.seconds(last["started_at"])]) > max(
         [SILENT_SECONDS, *(one.patience_seconds for one in ranks)]
     )
     state = _state(said["state"], ranks, silent=silent)
-    steps = _recent_steps(run / "metrics.jsonl", last["attempt"])
+    steps = _recent_steps(run, attempt)
     step = max([said.get("global_step", 0), *(one["step"] for one in steps)])
     seconds = sum(one["step_seconds"] for one in steps)
     tokens = sum(one["tokens_per_second"] * one["step_seconds"] for one in steps)
     max_steps = said.get("max_steps")
-    if state == "failed" and _restarts(run / RESTARTING, last["attempt"], now):
+    if state == "failed" and _restarts(run / RESTARTING, attempt, now):
         state = "restarting"
     if state not in ("starting", "running"):
         ranks = tuple(replace(one, late=None, state=one.state if one.ended else "no receipt") for one in ranks)
-    receipts = [_json(path, default={}) for path in sorted((run / "receipts").glob("rank-*.json"))]
     return Status(
         run=run,
         state=state,
-        attempt=last["attempt"],
+        attempt=attempt,
         world_size=last["world_size"],
         started_at=last["started_at"],
-        hostname=last.get("hostname"),
+        hostname=last["hostname"],
         step=step,
         max_steps=max_steps,
         loss=steps[-1]["loss"] if steps else None,
@@ -175,17 +166,29 @@ def read(run: Path, now: float | None = None) -> Status:
         seconds_left=(max_steps - step) * seconds / len(steps) if state == "running" and steps and max_steps else None,
         sign_seconds=min(ages, default=None),
         ranks=ranks,
-        resume=next((one["resume"] for one in receipts if one.get("resume")), None),
+        resume=next((one["resume"] for one in receipts.values() if one["resume"]), None),
     )
 
 
 def _restarts(marker: Path, attempt: int, now: float) -> bool:
-    """Whether `launch run` said, not long ago, that it starts the run again behind this attempt."""
-    if _json(marker, default={}).get("attempt") != attempt:
+    """Whether a `launch run` that lives, or that said so not long ago on another machine, starts it again behind this
+    attempt."""
+    said = records.checked(records.parsed(marker), {"attempt": records.whole(1)}, records.PROCESS)
+    if said is None or said["attempt"] != attempt:
         return False
+    if said["pid"] is not None and said["host"] is not None and is_here(said["host"]):
+        return said["start_ticks"] in (None, began(said["pid"]))
     with suppress(OSError):
         return now - marker.stat().st_mtime < RESTART_SECONDS
     return False
+
+
+def began(pid: int) -> int | None:
+    """When a process of this machine began, in ticks of its clock; None where there is none. proc(5): field 22 of stat,
+    the 20th behind the name."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    return None
 
 
 def _state(said: str, ranks: tuple[RankStatus, ...], *, silent: bool) -> str:
@@ -197,14 +200,13 @@ def _state(said: str, ranks: tuple[RankStatus, ...], *, silent: bool) -> str:
     return "silent" if silent else said
 
 
-def _ranks(run: Path, attempt: Mapping[str, Any], now: float) -> list[RankStatus]:
-    signs, receipts = (_by_rank(run / folder, attempt["attempt"]) for folder in ("alive", "receipts"))
+def _ranks(world_size: int, signs: dict[int, Record], receipts: dict[int, Record], now: float) -> list[RankStatus]:
     found = []
-    for rank in range(attempt["world_size"]):
+    for rank in range(world_size):
         sign, receipt = signs.get(rank, {}), receipts.get(rank)
         age = now - sign["at"] if sign else None
         since = now - sign["since"] if sign else None
-        patience = max(LATE_SECONDS, SIGNS_MISSED * sign.get("every_seconds", 0))
+        patience = max(LATE_SECONDS, SIGNS_MISSED * (sign.get("every_seconds") or 0.0))
         state = sign.get("doing", "no sign") if receipt is None else receipt["state"]
         found.append(
             RankStatus(
@@ -234,50 +236,15 @@ def _late(doing: str, age: float | None, since: float | None, patience: float) -
     return None
 
 
-def _by_rank(folder: Path, attempt: int) -> dict[int, dict[str, Any]]:
-    """The records of ranks of this attempt; what is none, or half one, is left out."""
-    found = {}
-    for path in folder.glob("rank-*.json"):
-        record = _json(path, default={})
-        if record.get("attempt") == attempt:
-            found[record["rank"]] = record
-    return found
-
-
-def _recent_steps(metrics: Path, attempt: int) -> list[dict[str, Any]]:
-    """The last steps of this attempt, but for its first, which takes longer; from the end of the file alone."""
-    if not metrics.exists():
-        return []
-    with metrics.open("rb") as file:
-        file.seek(max(file.seek(0, os.SEEK_END) - METRICS_BYTES, 0))
-        lines = file.read().splitlines()
-    steps: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS + 1)
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:  # cut by where reading began, or by a kill
-            continue
-        if record.get("kind") == "train" and record["attempt"] == attempt:
-            steps.append(record)
-    return list(steps)[1:] or list(steps)
+def _recent_steps(run: Path, attempt: int) -> list[Record]:
+    """The last steps of this attempt, but for its first, which takes longer."""
+    steps = records.steps(run, attempt)[-RECENT_STEPS - 1 :]
+    return steps[1:] or steps
 
 
 def steps_made(run: Path, attempt: int) -> bool:
     """Whether this attempt has made a step, as far as it can be seen from here."""
-    return bool(_recent_steps(run / "metrics.jsonl", attempt))
-
-
-def _json(path: Path, default: dict[str, Any]) -> dict[str, Any]:
-    """A JSON object; `default` where there is none or half of one, as while it is written or after a kill."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return default
-    return value if isinstance(value, dict) else default
-
-
-def _instant(text: str) -> float:
-    return datetime.fromisoformat(text).timestamp()
+    return bool(records.steps(run, attempt))
 
 
 def _table(ranks: tuple[RankStatus, ...]) -> list[str]:

@@ -7,11 +7,13 @@ instant they began at, here directly and on other nodes over ssh. Whatever start
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from launch.errors import LaunchError
 from launch.remote import is_here, run_on
 from launch.status import RankStatus, Status, duration, read
 
@@ -22,15 +24,18 @@ SSH_SECONDS = 20.0
 # Arguments are PID:TICKS. proc(5): the 22nd field of stat, the 20th behind the name, is when the process began.
 KILL = """for one; do
 pid=${one%:*}
+case $pid in 0 | 1 | '' | *[!0-9]*) continue ;; esac
 began=$(sed 's/.*) //' "/proc/$pid/stat" 2>/dev/null | cut -d ' ' -f 20)
-[ "$began" = "${one#*:}" ] && kill -KILL "$pid" && echo "$pid"
+[ -n "$began" ] && [ "$began" = "${one#*:}" ] && kill -KILL "$pid" && echo "$pid"
 done
 exit 0"""
 
 
 def stop(run: Path, deadline_seconds: float | None) -> int:
     """Stop the run in this directory. 0: it has stopped or finished, or was not running; 1: it failed, or had to be
-    ended. LaunchError: there is no run."""
+    ended. LaunchError: there is no run, or such a deadline."""
+    if deadline_seconds is not None and not 0 <= deadline_seconds < math.inf:
+        raise LaunchError(f"--deadline {deadline_seconds:g}: must be seconds, 0 or more")
     first = status = read(run)
     if not first.lives:
         return _not_running(first, deadline_seconds)
@@ -104,9 +109,12 @@ def _numbers(ranks: Sequence[int]) -> str:
 def _end(status: Status) -> int:
     """End every rank's process that is still the one that gave a sign of life. Gives 1."""
     by_host: dict[str, list[RankStatus]] = {}
+    nameless = []
     for one in status.ranks:
-        if not one.ended and one.host is not None and one.start_ticks is not None:
+        if one.host is not None and one.pid is not None and one.start_ticks is not None and not one.ended:
             by_host.setdefault(one.host, []).append(one)
+        elif not one.ended:
+            nameless.append(one.rank)
     commands = {
         host: ["sh", "-c", KILL, "sh", *(f"{one.pid}:{one.start_ticks}" for one in ranks)]
         for host, ranks in by_host.items()
@@ -124,8 +132,8 @@ def _end(status: Status) -> int:
             _say(f"{_numbers(killed)} {where} ended by SIGKILL; the last checkpoint is what it resumes from")
         if gone:
             _say(f"{_numbers(gone)} {where}: nothing left to end")
-    if not by_host:
-        _say("no sign of life names a process: there is nothing that could be ended from here")
+    if nameless:
+        _say(f"{_numbers(nameless)}: no sign of life names a host and a process there that could be ended from here")
     return 1
 
 

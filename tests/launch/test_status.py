@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from launch.errors import LaunchError
-from launch.status import LATE_SECONDS, SILENT_SECONDS, Status, read, steps_made
+from launch.status import LATE_SECONDS, SILENT_SECONDS, Status, began, read, steps_made
 from tests.command_line import run_command
 
 NOW = 1_800_000_000.0
@@ -165,6 +167,12 @@ def test_one_that_is_about_to_start_again(run: Run) -> None:
     assert run.status().state == "restarting"
     os.utime(run.path / "restarting", (NOW - 5000, NOW - 5000))
     assert run.status().state == "failed"
+    # On this machine it is seen whether who said so lives.
+    said = {"attempt": 1, "host": os.uname().nodename, "pid": os.getpid(), "start_ticks": began(os.getpid())}
+    for ticks, state in ((said["start_ticks"], "restarting"), (1, "failed")):
+        (run.path / "restarting").write_text(json.dumps({**said, "start_ticks": ticks}))
+        os.utime(run.path / "restarting", (NOW - 5, NOW - 5))
+        assert run.status().state == state
 
 
 def test_the_command(run: Run) -> None:
@@ -185,3 +193,47 @@ def test_the_command(run: Run) -> None:
 def test_a_directory_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="nothing was started there"):
         read(tmp_path / "nowhere")
+
+
+WRONG: tuple[Any, ...] = (None, -1, 0, 1e308, float("nan"), "x", "", [], {}, True, 10**30, "\ud800", [1])
+
+
+def places(value: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to every field in JSON."""
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield (*before, key)
+            yield from places(value[key], (*before, key))
+
+
+def test_damaged_files_are_left_out_or_one_line(run: Run) -> None:
+    run.begins()
+    run.says("running", 3)
+    run.lives(0)
+    run.trains(3)
+    run.ends(1, "failed", "OSError")
+    names = ("environment.json", "status.json", "alive/rank-00000.json", "metrics.jsonl", "receipts/rank-00001.json")
+    refused = []
+    for path in (run.path / name for name in names):
+        whole = path.read_bytes()
+        damaged = [b"", b"null", b"5", b"{", b"[]", b"\xff\xfe", b"[" * 5000, b'{"step": ' + b"9" * 5000 + b"}"]
+        for place in places(json.loads(whole)):
+            for wrong in WRONG:
+                record = one = copy.deepcopy(json.loads(whole))
+                for key in place[:-1]:
+                    one = one[key]
+                one[place[-1]] = wrong
+                damaged.append(json.dumps(record).encode())
+        for content in damaged:
+            path.write_bytes(content)
+            try:
+                status = run.status()
+            except LaunchError as error:
+                refused.append(str(error))
+            else:
+                assert status.to_text()
+                assert json.loads(json.dumps(status.to_dict(), allow_nan=False))["ranks"]
+        path.write_bytes(whole)
+    assert len(refused) > 20
+    assert all(error.startswith(f"{run.path}/environment.json is damaged") for error in refused)
+    assert run.status().state == "running"

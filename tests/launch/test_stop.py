@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from launch.status import read
-from launch.stop import stop
+from launch.errors import LaunchError
+from launch.status import began, read
+from launch.stop import KILL, stop
 from pretrain.config import parse_recipe
 from pretrain.runtime import Ranks
 from pretrain.train import train
@@ -73,3 +75,51 @@ def test_a_number_that_is_another_process_now_is_left_alone(tmp_path: Path, caps
     assert not (tmp_path / "stop").exists()
     assert stop(tmp_path, 0.0) == 1
     assert "rank 0 here: nothing left to end" in capsys.readouterr().out
+
+
+def test_a_forged_sign_of_life_ends_nobody_and_hides_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 is what it says; whatever else a sign says that somebody forged, the other process lives."""
+    (tmp_path / "alive").mkdir()
+    here = os.uname().nodename
+    with (
+        subprocess.Popen(["sleep", "60"], process_group=0) as rank,
+        subprocess.Popen(["sleep", "60"], process_group=0) as other,
+    ):
+        ticks = began(other.pid)
+        forged = [
+            {"pid": -other.pid, "start_ticks": ""}, {"pid": f"9999999 {other.pid}", "start_ticks": ""},
+            {"pid": -other.pid, "start_ticks": ticks}, {"pid": f"{other.pid}", "start_ticks": ticks},
+            {"pid": True, "start_ticks": ticks}, {"pid": float(other.pid), "start_ticks": ticks},
+            {"pid": other.pid, "start_ticks": None}, {"pid": other.pid, "start_ticks": 0},
+            *({"pid": other.pid, "start_ticks": ticks, "host": host} for host in (5, [here], None, "a\0", "\ud800", "-")),
+        ]  # fmt: skip
+        attempt = {"attempt": 1, "world_size": 1 + len(forged), "started_at": "2020-01-01T00:00:00+00:00"}
+        (tmp_path / "environment.json").write_text(json.dumps({"attempts": [attempt]}))
+        true = {"pid": rank.pid, "start_ticks": began(rank.pid)}
+        for number, told in enumerate([true, *forged]):
+            sign = {
+                "attempt": 1,
+                "rank": number,
+                "host": here,
+                "step": 3,
+                "doing": "trains",
+                "since": 0,
+                "at": 0,
+                **told,
+            }
+            (tmp_path / "alive" / f"rank-{number:05d}.json").write_text(json.dumps(sign))
+        assert stop(tmp_path, 0.0) == 1
+        assert rank.wait() == -signal.SIGKILL
+        words = [f"{-other.pid}:", f"0:{began(other.pid)}", f"{other.pid}:", "1:"]
+        subprocess.run(["sh", "-c", KILL, "sh", *words], check=True)
+        assert other.poll() is None
+        other.kill()
+    said = capsys.readouterr().out
+    assert "rank 0 here ended by SIGKILL" in said
+    assert f"{len(forged)} ranks: no sign of life names a host and a process there" in said
+
+
+@pytest.mark.parametrize("deadline", [float("nan"), float("inf"), -1.0])
+def test_a_deadline_that_is_none(deadline: float, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"--deadline .*: must be seconds"):
+        stop(tmp_path, deadline)

@@ -279,20 +279,35 @@ def _steps(global_batch_size: int, ramp: list[dict[str, Any]], what: str) -> Ste
 
 
 def _newest_state(checkpoints: Path) -> tuple[Path, dict[str, Any] | None]:
-    """The state.json that `latest` leads to, and its content; None where no checkpoint has been saved."""
+    """The state.json that `latest` leads to, and its content; None where no checkpoint has been saved.
+
+    Where that one is gone or damaged, as a resume would find it, those of the checkpoints that are left, newest first.
+    """
     latest = checkpoints / "latest"
     if not latest.exists():
         return latest, None
-    path = checkpoints / latest.read_text(errors="replace").strip() / "state.json"
+    named = checkpoints / latest.read_text(errors="replace").strip()
+    left = [path.parent for path in checkpoints.glob("step-*/manifest.json") if path.parent.name[5:].isdecimal()]
+    faults = []
+    for checkpoint in [named, *sorted(left, key=lambda path: int(path.name[5:]), reverse=True)]:
+        path = checkpoint / "state.json"
+        try:
+            return path, _state(path)
+        except DataFormatError as error:
+            faults.append(error)
+    raise DataFormatError(f"{faults[0]}; {latest} names it as the newest checkpoint, and no other can be read")
+
+
+def _state(path: Path) -> dict[str, Any]:
     try:
-        state = json.loads(path.read_bytes())
+        state: dict[str, Any] = json.loads(path.read_bytes())
         if not isinstance(state["order"], Mapping):
             raise TypeError
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise DataFormatError(f"{path}: missing or damaged, and {latest} names it as the newest checkpoint") from None
+        raise DataFormatError(f"{path}: missing or damaged") from None
     for key in ("global_step", "consumed_samples"):
         _whole(state.get(key), _COUNTS, f"{path}: damaged: {key}")
-    return path, state
+    return state
 
 
 def _refuse_other_data(

@@ -353,6 +353,25 @@ def test_a_folder_that_is_no_run_is_one_line(made: MadeRun, run_command: Callabl
     assert (code, err.count("\n"), "missing or damaged" in err) == (2, 1, True)
 
 
+@pytest.mark.parametrize("content", [None, "{", '{"order": 3}', '{"order": {}, "global_step": -1}'])
+def test_where_the_newest_checkpoint_is_gone_or_damaged_the_one_before_it_is_asked(
+    made: MadeRun, run_command: Callable, content: str | None
+) -> None:
+    """As a resume does; here none has begun since."""
+    checkpoints = made.path / "checkpoints"
+    (checkpoints / "step-00000018" / "manifest.json").write_text("{}")
+    for name in ("step-00000017", "step-00000019.partial", "step-00000019.damaged"):  # no manifest, no checkpoint
+        (checkpoints / name).mkdir()
+    (checkpoints / "latest").write_text("step-00000019\n")
+    if content is not None:
+        (checkpoints / "step-00000019").mkdir()
+        (checkpoints / "step-00000019" / "state.json").write_text(content)
+        (checkpoints / "step-00000019" / "manifest.json").write_text("{}")
+    code, _, err = run_command("trace", made.path, "--step", 1)
+    assert (code, err) == (0, "")
+    assert read_run(made.path).checked_against == checkpoints / "step-00000018"
+
+
 @pytest.mark.parametrize(
     "before, after, words",
     [

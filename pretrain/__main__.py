@@ -675,11 +675,16 @@ def _join(run: Path, copies: Sequence[Path], *, as_json: bool) -> None:
     from pretrain.joining import join
 
     with _progress("copied", "bytes") as show:
-        joined = [path.name for path in join(run_directory(run), copies, on_bytes=show)]
+        found = join(run_directory(run), copies, on_bytes=show)
+    joined = [path.name for path in found.whole]
     if as_json:
-        print(json.dumps({"run": str(run), "joined": joined}, indent=2))
-        return
-    print(f"whole now: {', '.join(joined)}")
+        print(json.dumps({"run": str(run), "joined": joined, "left": found.left}, indent=2))
+    else:
+        print(f"whole now: {', '.join(joined)}")
+        for why in found.left.values():
+            print(f"warning: not joined: {why}", file=sys.stderr)
+    if found.left:
+        raise typer.Exit(1)
 
 
 @contextmanager

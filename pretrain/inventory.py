@@ -121,8 +121,10 @@ def _latest(run: RunDirectory) -> str | None:
 
 
 def set_aside(run: RunDirectory) -> list[Path]:
-    """What a resume found damaged or not finite and renamed; nothing reads or removes it."""
-    return sorted([*run.checkpoints.glob("step-*.damaged*"), *run.checkpoints.glob("step-*.unhealthy*")])
+    """What a resume found damaged, not finite or in parts and renamed; nothing reads or removes it."""
+    return sorted(
+        path for why in ("damaged", "unhealthy", "incomplete") for path in run.checkpoints.glob(f"step-*.{why}*")
+    )
 
 
 def superfluous(found: Sequence[Entry]) -> list[Entry]:

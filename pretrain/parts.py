@@ -17,6 +17,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,10 @@ from pretrain.checkpoint import (
     verify,
 )
 from pretrain.elastic import is_read_by
-from pretrain.resuming import not_fresh, not_newest, set_aside, without_state
+from pretrain.resuming import PART, UNHEALTHY, not_fresh, not_newest, passed_over, set_aside, without_state
 from pretrain.run_directory import CheckpointError
 from pretrain.sharing import Sharing
-from pretrain.transfer import Carried, Courier
+from pretrain.transfer import PATIENCE, Carried, Courier
 
 Files = Mapping[str, Any]  # path in a checkpoint's folder → bytes and sha256
 
@@ -90,12 +92,15 @@ def _look(path: Path) -> _Held:
 class Shelf:
     """The checkpoints of a run with several homes. Its methods are called on all ranks together."""
 
-    def __init__(self, folder: Path, sharing: Sharing, *, gathers: bool) -> None:
-        """`folder`: that of this rank's home. `gathers`: checkpoints lie whole in the first home, not in parts."""
+    def __init__(self, folder: Path, sharing: Sharing, *, gathers: bool, patience: timedelta = PATIENCE) -> None:
+        """`folder`: that of this rank's home. `gathers`: checkpoints lie whole in the first home, not in parts.
+
+        `patience`: how long a rank waits for others while files are carried.
+        """
         self.folder = folder
         self.sharing = sharing
         self.gathers = gathers
-        self.courier = Courier(sharing.ranks)
+        self.courier = Courier(sharing.ranks, patience)
         self._examined = folder  # the checkpoint looked at last, at this home
         self._found: list[_Held] = []  # what each home holds of it
         self._fetched: list[set[str]] = [set() for _ in sharing.homes]
@@ -132,14 +137,25 @@ class Shelf:
 
     def _newest_whole(self, names: Sequence[str], say: Callable[[str], None]) -> str | None:
         aside: list[tuple[str, str]] = []
+        parts: list[CheckpointError] = []
         for name in reversed(names):
-            fault = self._examine(self.folder / name)
+            try:
+                fault = self._examine(self.folder / name)
+            except CheckpointError as error:
+                parts.append(error)
+                aside.append((name, PART))
+                continue
             if fault is None:
-                self.sharing.on_leaders(lambda: _set_aside(self.folder, aside))
+                for part in parts:
+                    say(passed_over(part, name))
+                for line in chain(*self.sharing.on_leaders(partial(set_aside, self.folder, aside, name))):
+                    say(line)
                 return name
             say(f"{fault}; trying the one before it")
             unhealthy = any(held.files and not held.healthy for held in self._found)
-            aside.append((name, ".unhealthy" if unhealthy else ".damaged"))
+            aside.append((name, UNHEALTHY if unhealthy else ".damaged"))
+        if parts:
+            raise parts[0]
         if names:
             raise CheckpointError(
                 f"none of the {len(names)} checkpoints in {self.folder} is whole and healthy on the machines of this "
@@ -222,18 +238,23 @@ class Shelf:
         thread can call it.
         """
         by_home = [dict(chain(*(written[rank].items() for rank in ranks))) for ranks in self.sharing.homes]
-        every = dict(sorted(chain(*(files.items() for files in reversed(by_home)))))
+        every: dict[str, Any] = {}
+        for home, files in enumerate(by_home):
+            for name, record in files.items():
+                if every.setdefault(name, record) != record:
+                    raise OSError(f"{folder / name} is another one on {self.sharing.host(home)}: the ranks differ")
+        every = dict(sorted(every.items()))
         if not self.gathers:
             hosts = [self.sharing.host(home) for home in range(len(by_home))]
             return part_manifest(by_home[self.sharing.home], every, self.sharing.home, hosts)
         first, *others = (ranks[0] for ranks in self.sharing.homes)
-        files = [
+        carried = [
             Carried(name, record["bytes"], record["sha256"], sender, first)
             for sender, own in zip(others, by_home[1:], strict=True)
             for name, record in sorted(own.items())
             if name not in by_home[0]
         ]
-        self.courier.carry(files, folder, folder)
+        self.courier.carry(carried, folder, folder)
         return manifest_of(every) if self.sharing.home == 0 else None
 
 
@@ -250,9 +271,3 @@ def _link(names: Iterable[str], path: Path, scratch: Path) -> None:
         link.parent.mkdir(parents=True, exist_ok=True)
         if not link.is_symlink():
             link.symlink_to((path / name).resolve())
-
-
-def _set_aside(folder: Path, named: Sequence[tuple[str, str]]) -> None:
-    for name, suffix in named:
-        if (folder / name).exists():
-            set_aside(folder / name, suffix)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.durable import sync_folder
 from data_pipeline.history import History
 from pretrain.changes import refuse_other
 from pretrain.checkpoint import (
@@ -20,15 +21,25 @@ from pretrain.checkpoint import (
     verify,
 )
 from pretrain.config import Compute
-from pretrain.run_directory import CheckpointError
+from pretrain.run_directory import CheckpointError, write_text
 
+UNHEALTHY = ".unhealthy"
+PART = ".incomplete"  # ends the name of a part that was passed over for an older whole checkpoint
 SPREAD = ("world_size", "zero_stage")  # of a run's identity: how its state is spread, not what it is
 
 
-def clear_leftovers(folder: Path) -> None:
-    """Remove what a killed save or prune left behind."""
-    for leftover in [*folder.glob("step-*.partial"), *folder.glob("step-*.deleted")]:
-        shutil.rmtree(leftover)
+def clear_leftovers(folder: Path) -> list[str]:
+    """Remove what a killed save or prune left behind; warnings of what cannot be removed, and is in nobody's way."""
+    warnings = []
+    for leftover in [*folder.glob("step-*.partial"), *folder.glob("step-*.deleted"), *folder.glob(".latest.*.tmp")]:
+        try:
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink(missing_ok=True)
+        except OSError as error:
+            warnings.append(f"warning: {leftover}, left by a kill, could not be removed: {error.strerror or error}")
+    return warnings
 
 
 def choose(
@@ -165,28 +176,42 @@ def _newest_by_size(folder: Path) -> Path | None:
 def newest_whole(folder: Path, say: Callable[[str], None]) -> Path | None:
     """The newest healthy checkpoint whose files all have the recorded hashes; None if there is none at all.
 
-    Others on the way are told of and renamed to step-….damaged or step-….unhealthy. CheckpointError where there are
-    only such.
+    Others on the way are told of and renamed to step-….damaged, step-….unhealthy or step-….incomplete. CheckpointError
+    where there are only such.
     """
     candidates = list_checkpoints(folder)
-    aside: list[tuple[Path, str]] = []
+    aside: list[tuple[str, str]] = []
+    parts: list[CheckpointError] = []
     for path in reversed(candidates):
         suffix = ".damaged"
         try:
             verify(path)
-            suffix = ".unhealthy"
+            suffix = UNHEALTHY
             refuse_unhealthy(path)
+            suffix = PART
+            refuse_part(path)
         except CheckpointError as error:
-            say(f"{error}; trying the one before it")
-            aside.append((path, suffix))
+            aside.append((path.name, suffix))
+            if suffix == PART:
+                parts.append(error)
+            else:
+                say(f"{error}; trying the one before it")
             continue
-        refuse_part(path)
-        for other, suffix in aside:
-            set_aside(other, suffix)
+        for part in parts:
+            say(passed_over(part, path.name))
+        for line in set_aside(folder, aside, path.name):
+            say(line)
         return path
+    if parts:  # machines or copies are missing, not checkpoints
+        raise parts[0]
     if candidates:
         raise CheckpointError(_none_whole(folder, candidates))
     return None
+
+
+def passed_over(part: CheckpointError, older: str) -> str:
+    """What is said where a run goes on without a part that is none of its checkpoints where it was started."""
+    return f"{part}; going on from {older} instead, which is whole here: the part is renamed, to …{PART}"
 
 
 def _none_whole(folder: Path, candidates: Sequence[Path]) -> str:
@@ -196,9 +221,35 @@ def _none_whole(folder: Path, candidates: Sequence[Path]) -> str:
     )
 
 
-def set_aside(path: Path, suffix: str) -> None:
-    """Have a checkpoint be none, under a name that says why."""
-    path.rename(_unused_name(path.with_name(path.name + suffix)))
+def set_aside(folder: Path, named: Sequence[tuple[str, str]], newest: str) -> list[str]:
+    """Have checkpoints be none, under names that say why: their own, each with a suffix. Those not there are no matter.
+
+    `latest` names `newest` before that or, where it is not in this folder, the newest that stays: at no moment one that
+    is gone.
+
+    A run that diverges makes the unhealthy ones again, start after start: of one step the newest stays; told of is
+    what has been removed for it. The damaged ones all stay: a file of theirs may be restored from a copy.
+    """
+    going = [(folder / name, suffix) for name, suffix in named if (folder / name).exists()]
+    if not going:
+        return []
+    staying = [path.name for path in list_checkpoints(folder) if path.name not in dict(named)]
+    if newest in staying:
+        write_text(folder / "latest", newest + "\n")
+    elif staying:
+        write_text(folder / "latest", staying[-1] + "\n")
+    else:
+        (folder / "latest").unlink(missing_ok=True)
+    removed = []
+    for path, suffix in going:
+        if suffix == UNHEALTHY:
+            for earlier in sorted(folder.glob(f"{path.name}{suffix}*")):
+                shutil.rmtree(earlier, ignore_errors=True)
+                if not earlier.exists():
+                    removed.append(f"removed {earlier}, which an earlier start set aside: {path.name} takes its place")
+        path.rename(_unused_name(path.with_name(path.name + suffix)))
+    sync_folder(folder)
+    return removed
 
 
 def _unused_name(path: Path) -> Path:

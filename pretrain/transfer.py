@@ -24,8 +24,10 @@ from pretrain.confined import strays
 from pretrain.runtime import Ranks
 
 CHUNK_BYTES = 64 * 2**20  # held by each side
-# How long a rank waits for others' disks; that a rank is gone it notices at once.
-PATIENCE = timedelta(hours=2)
+# So much is carried between two meetings of all ranks: those that have no part in it wait there, and no longer.
+MEET_BYTES = 2**30
+# How long a rank waits for another where the run says nothing else; of a process that ended it hears at once.
+PATIENCE = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,14 @@ class Carried:
 class Courier:
     """Carries files between ranks. Its methods are called on all ranks together."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        """A group of its own, of gloo: GPUs' groups carry no main memory, and others' messages stay out of it."""
+    def __init__(self, ranks: Ranks, patience: timedelta = PATIENCE) -> None:
+        """A group of its own, of gloo: GPUs' groups carry no main memory, and others' messages stay out of it.
+
+        A rank that waits longer than `patience` for a piece, or for one file and MEET_BYTES of others to pass, raises
+        what a collective does that timed out: a RuntimeError.
+        """
         self._ranks = ranks
-        self._group: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._group: Any = dist.new_group(backend="gloo", timeout=patience)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order, by this group: whatever the ranks do in others meanwhile."""
@@ -59,12 +65,17 @@ class Courier:
         `files` is equal on all ranks. OSError, on all ranks, where one could not be read or written.
         """
         buffer = bytearray(min(CHUNK_BYTES, max((one.bytes for one in files), default=0)))
-        faults = []
+        faults: list[str | None] = []
+        carried = 0
         for one in files:
             if self._ranks.rank == one.sender:
                 faults.append(self._send(one, source, buffer))
             if self._ranks.rank == one.receiver:
                 faults.append(self._receive(one, target, buffer))
+            carried += one.bytes
+            if carried >= MEET_BYTES:
+                self.gather(None)
+                carried = 0
         for rank, fault in enumerate(self.gather(next(filter(None, faults), None))):
             if fault is not None:
                 raise OSError(f"on rank {rank}: {fault}")

@@ -30,7 +30,7 @@ from pretrain.inputs import Inputs
 from pretrain.joining import join
 from pretrain.metrics import Report, read_metrics
 from pretrain.parts import Shelf, every_file, part_manifest
-from pretrain.resuming import choose
+from pretrain.resuming import choose, newest_whole
 from pretrain.run_directory import CheckpointError, RunDirectory
 from pretrain.runtime import Ranks
 from pretrain.saving import Checkpoints
@@ -223,14 +223,19 @@ def test_machines_in_another_order_and_too_few_of_them(parted: list[Path], tmp_p
         every = {**every_file(manifest), "rng-00002.pt": {"bytes": 1, "sha256": "0" * 64}}
         part = part_manifest(manifest["files"], every, manifest["part"]["number"], ["a", "b", "c"])
         (lost / "manifest.json").write_text(json.dumps(part))
-    older, newest = f"{RUN}/checkpoints/step-00000004", f"{RUN}/checkpoints/step-00000006"
+        older = place / "older" / "checkpoints"  # the same, and one before it that is whole here
+        shutil.copytree(lost, older / lost.name)
+        shutil.copytree(source / RUN / "checkpoints" / "step-00000004", older / "step-00000004")
+        (older / "latest").write_text(lost.name)
+    before, newest = f"{RUN}/checkpoints/step-00000004", f"{RUN}/checkpoints/step-00000006"
     asked = [
         (str(RUN), "auto"),
         (str(RUN), "never"),
-        (str(RUN), older),
-        ("branch", older),
+        (str(RUN), before),
+        ("branch", before),
         ("lost", "auto"),
         ("none", "auto"),
+        ("older", "auto"),
     ]
     first, second = run_ranks(2, choosing_case, places, asked)
     optimizers = [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)]
@@ -249,7 +254,11 @@ def test_machines_in_another_order_and_too_few_of_them(parted: list[Path], tmp_p
             "lack 1 of 11 files, rng-00002.pt among them; 1 more had parts of it: start on all machines" in answers[4]
         )
         assert answers[5] is None
+        assert answers[6][0] == "older/checkpoints/step-00000004.fetched.partial"
     for place in places:
+        older = place / "older" / "checkpoints"
+        assert sorted(path.name for path in older.iterdir()) == ["latest", "step-00000004", "step-00000006.incomplete"]
+        assert (older / "latest").read_text() == "step-00000004\n"
         assert [path.name for path in (place / "lost" / "checkpoints").iterdir()] == ["step-00000006"]
         assert not list(place.rglob("*.partial"))
 
@@ -273,13 +282,25 @@ def test_parts_are_no_checkpoint_for_one_machine_until_they_are_joined(
     assert (answer.returncode, answer.stderr.count("\n")) == (2, 1)
     assert "is no copy of a run directory" in answer.stderr
     shutil.copytree(parted[1], tmp_path / "b")
-    flip(tmp_path / "b" / RUN / "checkpoints" / "step-00000006" / "rng-00001.pt")
+    copy = checkpoints_of(tmp_path / "b")
+    flip(copy["step-00000006"] / "rng-00001.pt")
+    flip(place / RUN / "checkpoints" / "step-00000002" / "manifest.json")
     answer = run_command("pretrain", "checkpoints", place / RUN, "--gather", tmp_path / "b" / RUN)
-    assert (answer.returncode, "rng-00001.pt is damaged" in answer.stderr) == (2, True)
-    assert "part" in read_manifest(place / RUN / "checkpoints" / "step-00000006")
-    answer = run_command("pretrain", "checkpoints", place / RUN, "--gather", parted[1] / RUN, "--json")
+    assert (answer.returncode, answer.stdout) == (1, "whole now: step-00000004\n"), answer.stderr
+    assert "step-00000002/manifest.json is" in answer.stderr
+    assert "rng-00001.pt is damaged" in answer.stderr
+    part = place / RUN / "checkpoints" / "step-00000006"
+    assert "part" in read_manifest(part)
+
+    flip(place / RUN / "checkpoints" / "step-00000002" / "manifest.json")
+    copies = [f"--gather={other / RUN}" for other in (tmp_path / "b", parted[1])]  # the first one's file is damaged
+    answer = run_command("pretrain", "checkpoints", place / RUN, *copies, "--json")
     assert answer.returncode == 0, answer.stderr
-    assert json.loads(answer.stdout)["joined"] == ["step-00000006"]  # the others were, before the damage was met
+    assert json.loads(answer.stdout) == {
+        "run": str(place / RUN),
+        "joined": ["step-00000002", "step-00000006"],
+        "left": {},
+    }
     for name, path in checkpoints_of(place).items():
         verify(path)
         if name != "step-00000002":  # saved by another attempt, at another time
@@ -287,6 +308,35 @@ def test_parts_are_no_checkpoint_for_one_machine_until_they_are_joined(
     chosen = choose(place / RUN / "checkpoints", "auto", identity)
     assert chosen is not None
     assert chosen.name == "step-00000006"
+
+
+def test_a_part_that_no_copy_completes_is_passed_over_for_an_older_whole_one(
+    parted: list[Path], tmp_path: Path
+) -> None:
+    """As behind a kill between two machines' commits: the other one has no part of the newest."""
+    for place, name in zip(parted, "ab", strict=True):
+        shutil.copytree(place, tmp_path / name)
+    shutil.rmtree(checkpoints_of(tmp_path / "b")["step-00000006"])
+    (checkpoints_of(tmp_path / "b")["step-00000002"] / "manifest.json").write_text("{")
+    run = RunDirectory(tmp_path / "a" / RUN)
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
+    joined = join(run, [tmp_path / "b" / RUN, tmp_path / "c" / RUN])
+    assert [path.name for path in joined.whole] == ["step-00000004"]
+    assert list(joined.left) == ["step-00000002", "step-00000006"]
+    assert "b/run/checkpoints/step-00000002/manifest.json is missing or damaged" in joined.left["step-00000002"]
+    assert "that holds step-00000006" in joined.left["step-00000006"]
+
+    said: list[str] = []
+    newest = newest_whole(run.checkpoints, said.append)
+    assert newest == run.checkpoints / "step-00000004"
+    assert len(said) == 1
+    assert "step-00000006 is part 1 of 2, of " in said[0]
+    assert said[0].endswith(
+        "going on from step-00000004 instead, which is whole here: the part is renamed, to ….incomplete"
+    )
+    assert list(checkpoints_of(tmp_path / "a")) == ["step-00000002", "step-00000004"]
+    assert (run.checkpoints / "step-00000006.incomplete" / "manifest.json").is_file()
+    assert (run.checkpoints / "latest").read_text() == "step-00000004\n"
 
 
 def test_another_stage_goes_on_from_parts(parted: list[Path], tmp_path: Path, tiny_recipe: Tables) -> None:

@@ -10,7 +10,8 @@ Behind a change of data or of the windows' length a new order begins with the ne
               hash, cut to the same length, in the same kind of rows. Otherwise it begins with the first window of its
               first epoch. So no window comes twice before all came once, through any number of changes and back.
     stages    `from_tokens` counts the run's tokens, samples times their lengths: stages stay where they were. One that
-              falls within a window of the new length begins with the next.
+              falls within a window of the new length begins with the next, and nothing is read of one that would
+              also end there.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ class History:
         """A recipe's stages for the present order; its windows are of `seq_len` tokens. None where there are none."""
         sample, token = self.position()
         begun = max((number for number, (start, _) in enumerate(mixture) if start <= token), default=0)
-        return [Stage(sample + max(0, -(-(start - token) // seq_len)), weights) for start, weights in mixture[begun:]]
+        stages = [Stage(sample + max(0, -(-(start - token) // seq_len)), weights) for start, weights in mixture[begun:]]
+        return list({stage.first_sample: stage for stage in stages}.values())  # of those within one window the last
 
     def begin(self, streams: Mapping[str, str], seq_len: int, packing: str) -> Begin | None:
         """Where the present order begins, of these sources; None with the run's first sample."""

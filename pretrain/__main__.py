@@ -117,7 +117,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Tokens, steps and memory of a recipe, before anything is started; exit 2 if it cannot run or fit."""
-    from pretrain.config import RecipeError, load_recipe
+    from pretrain.config import RecipeError, load_recipe, refuse_split_windows
     from pretrain.device_memory import DeviceMemory, described, ranks_here, this_device
     from pretrain.fit import Fit, first_fit, too_big
     from pretrain.plan import AUTO_IS, parse_memory
@@ -139,6 +139,9 @@ def plan(
     elif device_memory is not None:
         memory = described(parse_memory(device_memory), kind)
     config = load_recipe(recipe, overrides or ())
+    starts = [stage.from_tokens for stage in config.data.stages]
+    if directory is None:  # a run that goes on may have had other windows
+        refuse_split_windows(starts, config.model.seq_len)
     compute = config.precision.compute_where(AUTO_IS)
     if presets:
         from pretrain.device_presets import presets as all_presets
@@ -196,6 +199,8 @@ def plan(
             report["resume"] = found
             lines += ["", f"resume            {preview_text(found, world_size, made.stage)}"]
         except (CheckpointError, DataFormatError, TokenizerError, RecipeError) as error:
+            if found is None:
+                refuse_split_windows(starts, config.model.seq_len)
             refused = str(error)
             report["resume"] = {"refused": refused}
     print(json.dumps(report, indent=2) if as_json else "\n".join(lines))

@@ -15,7 +15,7 @@ from pretrain.agreement import facts, facts_of_weights, refuse_differences
 from pretrain.config import new_values, to_toml
 from pretrain.inputs import Inputs, initial_weights
 from pretrain.parts import Shelf, named
-from pretrain.resuming import choose, clear_leftovers, converted_from, refuse_other_run
+from pretrain.resuming import choose, clear_leftovers, converted_from, refuse_other_run, refuse_uneven_stages
 from pretrain.run_directory import RunDirectory, RunDirectoryError, write_text
 from pretrain.runtime import Ranks
 from pretrain.sharing import Sharing, clear_marks, discover, drop_if_empty
@@ -115,6 +115,7 @@ def begin_attempts(
     sharing.on_leaders(
         lambda: write_down(directory, inputs, chosen, initial, pids, history, attempt) if others else attempt
     )
+        refuse_uneven_stages(inputs.identity)
     return attempt, chosen, initial
 
 

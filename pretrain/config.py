@@ -14,7 +14,7 @@ import math
 import re
 import reprlib
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -367,16 +367,16 @@ class RunConfig(_Table):
             )
         return self
 
-    @model_validator(mode="after")
-    def _stages_start_on_a_sample(self) -> RunConfig:
-        for stage in self.data.stages:
-            low = stage.from_tokens // self.model.seq_len * self.model.seq_len
-            if stage.from_tokens != low:
-                raise ValueError(
-                    f"data.stages from_tokens {stage.from_tokens} is not a multiple of model.seq_len "
-                    f"{self.model.seq_len}: use {low} or {low + self.model.seq_len}"
-                )
-        return self
+
+def refuse_split_windows(stages: Iterable[int], seq_len: int) -> None:
+    """RecipeError where a stage's `from_tokens` is within a window, as it may be in a run that had other windows."""
+    for start in stages:
+        low = start // seq_len * seq_len
+        if start != low:
+            raise RecipeError(
+                f"data.stages from_tokens {start} is not a multiple of model.seq_len {seq_len}: "
+                f"use {low} or {low + seq_len}"
+            )
 
 
 def from_root(path: Path | str) -> Path:

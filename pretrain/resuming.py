@@ -10,7 +10,7 @@ from typing import Any
 
 from data_pipeline.durable import sync_folder
 from data_pipeline.history import History
-from pretrain.changes import refuse_other
+from pretrain.changes import mixture_of, refuse_other
 from pretrain.checkpoint import (
     list_checkpoints,
     read_json,
@@ -20,7 +20,7 @@ from pretrain.checkpoint import (
     step_of,
     verify,
 )
-from pretrain.config import Compute
+from pretrain.config import Compute, refuse_split_windows
 from pretrain.run_directory import CheckpointError, write_text
 
 UNHEALTHY = ".unhealthy"
@@ -56,7 +56,9 @@ def choose(
     older one of its own, CheckpointError. CheckpointError too where the chosen one is another run's or other ranks'.
     """
     chosen = _chosen(folder, resume, lambda: newest_whole(folder, say), _refuse_unfit)
-    if chosen is not None:
+    if chosen is None:
+        refuse_uneven_stages(identity)
+    else:
         refuse_other_run(chosen, identity, changes)
     return chosen
 
@@ -300,4 +302,15 @@ def with_defaults(identity: Mapping[str, Any]) -> dict[str, Any]:
         **identity,
         "precision": {**precision, "moments": precision["master"], "compensation": "none", **precision},
         "optimizer": {"name": "adamw", "decay_embeddings": True, **optimizer},
+    refuse_uneven_stages(identity, history)
     }
+def refuse_uneven_stages(identity: Mapping[str, Any], history: History | None = None) -> None:
+    """RecipeError where a stage does not begin with a window, unless the run's past had windows of another length.
+
+    With those behind it, its tokens are no multiple of anything, and a stage begins with the next window.
+    """
+    seq_len = identity["order"]["seq_len"]
+    if history is None or all(read.order["seq_len"] == seq_len for _, read in history.reads()):
+        refuse_split_windows([start for start, _ in mixture_of(identity)], seq_len)
+
+

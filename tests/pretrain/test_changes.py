@@ -322,6 +322,45 @@ def test_rolled_back_behind_a_change_it_is_made_again(made: Made, tmp_path: Path
         choose(run / "checkpoints", "auto", identity)
     chosen = choose(run / "checkpoints", "auto", identity, changes=["global_batch_size"])
     assert chosen == checkpoint(run, 3)
+def test_stages_within_windows_of_a_new_length_begin_with_the_next(
+    made: Made, tiny_recipe: Tables, tmp_path: Path
+) -> None:
+    """Windows of 48 behind 24 of 64: none of the stages begins with one, and two are within the first."""
+    newest, names = checkpoint(made.path, 3), ("seq_len",)
+    by_windows = {name: float(one["windows"]) for name, one in state_of(made.path, 3)["order"]["sources"].items()}
+    code = {"code": 1.0}
+    starts = {
+        0: by_windows,
+        24 * 64 + 20: code,
+        24 * 64 + 40: by_windows,
+        24 * 64 + 64: code,
+        24 * 64 + 960: by_windows,
+    }
+    stages = [{"from_tokens": start, "weights": weights} for start, weights in starts.items()]
+    recipe = with_values(made.tables[0], model={"seq_len": 48}, data={"stages": stages})
+    identity = identity_of(recipe)
+    history = refuse_other_run(newest, identity, names)
+    order = Inputs.check(parse_recipe(recipe), 2).behind(history).order
+    told = order.describe()["stages"]
+    assert [one["first_sample"] for one in told] == [24, 25, 26, 44]  # of the two within the first window the last
+
+    later = with_values(recipe, data={"stages": stages[:1]})  # of a stage that has begun nothing is looked at any more
+    assert Inputs.check(parse_recipe(later), 2).behind(history).order.describe()["stages"][0] == told[0]
+    with pytest.raises(CheckpointError, match="on: --change seq_len"):
+        refuse_other_run(newest, identity)
+    says = "data.stages from_tokens 1556 is not a multiple of model.seq_len 48: use 1536 or 1584"
+    with pytest.raises(RecipeError, match=says):
+        choose(tmp_path, "auto", identity, changes=names)  # a fresh run
+    file = tmp_path / "recipe.toml"
+    file.write_text(to_toml(parse_recipe(recipe)))
+    for run in ((), ("--run", tmp_path, "--change", "seq_len")):
+        answer = run_command("pretrain", "plan", file, *run)
+        assert (answer.returncode, answer.stderr) == (2, f"error: {says}\n")
+    whole = with_values(recipe, model={"seq_len": 64})
+    with pytest.raises(RecipeError, match=r"1556 is not a multiple of model\.seq_len 64"):
+        refuse_other_run(newest, identity_of(whole))
+
+
     again = refuse_other_run(chosen, identity, ["global_batch_size"])
     assert again.to_json() == state_of(made.path, 5)["changes"]
 

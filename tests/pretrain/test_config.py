@@ -106,7 +106,6 @@ def test_unknown_keys_name_their_nearest_neighbour(path, override, names):
         ("data.path=3", "valid string"),
         ("data.stages=[{from_tokens=1024,weights={en=1}}]", "start at 0"),
         ("data.stages=[{from_tokens=0,weights={en=1}},{from_tokens=0,weights={en=1}}]", "increase"),
-        ("data.stages=[{from_tokens=0,weights={en=1}},{from_tokens=1500,weights={en=1}}]", "use 1024 or 2048"),
         ("data.stages=[{from_tokens=0,weights={en=0}}]", "above 0"),
         ("evaluation.max_tokens=1023", "evaluation.max_tokens 1023 is less than one window of model.seq_len 1024"),
         ("data.stages=[{from_tokens=0,weights={en=-1}}]", "data.stages.0.weights.en = -1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from launch.errors import LaunchError
 
 GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # Linux: the first and the last it hands out by itself
 LOOPBACK = "127.0.0.1"
+ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9._:-]{,254}", re.ASCII)
 
 
 def free_port() -> int:
@@ -52,6 +54,12 @@ def refuse_no_port(port: int) -> None:
     """LaunchError for a number that no port has."""
     if not 0 < port < 65_536:
         raise LaunchError(f"--master-port {port}: a TCP port is 1 to 65535")
+
+
+def refuse_no_address(address: str) -> None:
+    """LaunchError for what is no host's name and no address: shells and launchers would take it for something else."""
+    if not ADDRESS.fullmatch(address):
+        raise LaunchError(f"--master-addr {address!r}: give a host's name or its IP address")
 
 
 def meeting_address(names: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import all_reduce, network_checks, node_checks, path_checks, probe
-from launch.addresses import LOOPBACK, free_port, meeting_address, refuse_no_port
+from launch.addresses import LOOPBACK, free_port, meeting_address, refuse_no_address, refuse_no_port
 from launch.devices import visible_gpus
 from launch.environment import asked_for, passed_on
 from launch.errors import LaunchError
@@ -61,6 +61,8 @@ def of_options(
     wanted = asked_for(env, environ)
     if master_port is not None:
         refuse_no_port(master_port)
+    if master_addr is not None:
+        refuse_no_address(master_addr)
     if grace_seconds is not None and not 0 < grace_seconds < math.inf:
         raise LaunchError(f"--grace-seconds {grace_seconds:g}: must be more than 0")
     if hostfile is not None:

@@ -11,8 +11,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from launch.devices import visible_gpus
 from launch.environment import asked_for, looks_secret, passed_on, shown, to_text
 from launch.errors import LaunchError
 from launch.hosts import Host
-from launch.planning import described, plan_recipe
+from launch.planning import as_argument, described, plan_recipe
 from launch.remote import is_here
 from launch.where import RUNNERS, Where, chosen_launcher, host_here, hosts_of, ranks_here, refuse_unreachable
 
@@ -138,8 +139,9 @@ def prepare(
     options += [word for name in changes for word in ("--change", name)]
     options += ["--force"] if force else []
     options += [word for option, given in limits.items() if given is not None for word in (option, f"{given:g}")]
-    trained = [str(recipe), "--run", str(directory), "--resume", resume, *options]
-    words = ["python", "-m", "launch", "run", str(recipe), *_where_words(where, world_size), "--run", str(directory)]
+    trained = [as_argument(recipe), "--run", str(directory), "--resume", resume, *options]
+    words = ["python", "-m", "launch", "run", as_argument(recipe), *_where_words(where, world_size)]
+    words += ["--run", str(directory)]
     command = shlex.join([*words, *options])
     added = {**(added_environment(bool(gpus), own, {**environ, **asked}) if own else {}), **asked}
     passed: dict[str, str] = {}
@@ -169,8 +171,6 @@ def through_runner(
     where: Where, launcher: str, hosts: Sequence[Host], trained: Sequence[str], passed: dict[str, str]
 ) -> list[str]:
     """DeepSpeed's runner, which starts ranks on all hosts. MPI's ranks are told where they meet by `passed`."""
-    if where.only and launcher != "pdsh":
-        raise LaunchError(f"--launcher {launcher} takes all hosts of its file: write one with those that are left")
     names = [host.name for host in hosts]
     address = where.master_addr or meeting_address(names)
     on_first = is_here(hosts[0].machine)
@@ -179,7 +179,6 @@ def through_runner(
     elsewhere = next(iter(quiet_ports()), DEFAULT_PORT)  # who could say what is free there
     port = where.master_port or (free_port() if on_first else elsewhere)
     argv = [str(deepspeed_script()), "--hostfile", str(where.hostfile), "--launcher", RUNNERS[launcher]]
-    argv += ["--include", "@".join(names)] if where.only else []
     argv += ["--force_multi", "--no_ssh_check", "--master_addr", address, "--master_port", str(port)]
     # A prefix of pdsh's would stand before the ranks' own.
     own_args = f"-N {where.launcher_args}".strip() if launcher == "pdsh" else where.launcher_args
@@ -195,6 +194,21 @@ def through_runner(
         if shlex.quote(path) != path:
             raise LaunchError(f"{path}: DeepSpeed's pdsh runner takes no path with spaces or the like: move it")
     return [*argv, *map(through_shell, trained)]
+
+
+@contextmanager
+def own_hostfile(launch: Launch) -> Iterator[Launch]:
+    """The launch with a host file of ours in memory, while this lasts, in place of the one that was given: DeepSpeed
+    and mpirun would read that once more, and not as we do (a BOM, a pipe), and would take all of its hosts."""
+    if not launch.is_remote:
+        yield launch
+        return
+    with os.fdopen(os.memfd_create("hosts"), "w", encoding="utf-8") as file:
+        file.writelines(f"{host.name} slots={host.slots}\n" for host in launch.hosts)
+        file.flush()
+        place = launch.argv.index("--hostfile") + 1
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        yield replace(launch, argv=(*launch.argv[:place], path, *launch.argv[place + 1 :]))
 
 
 def through_shell(word: str) -> str:

@@ -21,12 +21,20 @@ PASSED = (
 )  # fmt: skip
 # What DeepSpeed 0.19 passes on by itself and nobody asked for (EXPORT_ENVS in its launcher/runner.py).
 UNASKED = ("MLFLOW", "MV2")
+# All that it passes on by itself, with what its CUDA accelerator adds.
+EXPORTED = (*UNASKED, "NCCL", "PYTHON", "UCX")
 # Set for each rank by whoever starts it.
 RESERVED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ENV_FILE")
-SECRET = {
-    "APIKEY", "AUTH", "COOKIE", "CREDENTIAL", "CREDENTIALS", "KEY", "KEYS", "PASS", "PASSPHRASE", "PASSWD", "PASSWORD",
-    "PAT", "PRIVATE", "SECRET", "SECRETS", "TOKEN", "TOKENS",
-}  # fmt: skip
+# Anywhere in a name, for many are written without an underscore (PGPASSWORD); short ones as a word or at its end.
+SECRET = re.compile(
+    r"AUTH|BEARER|COOKIE|CREDENTIAL|JWT|KEY|PASSCODE|PASSPHRASE|PASSW|PRIVATE|SECRET|TOKEN"
+    r"|(?:PASS|PWD|CREDS)[0-9]*(?![A-Z0-9])|(?<![A-Z])PAT[0-9]*(?![A-Z0-9])"
+)
+# What has such letters and is none; each as a whole word, so that COMMONKEY is none of them.
+HARMLESS = re.compile(
+    r"(?<![A-Z0-9])(?:AUTHORS?|BYPASS|COMPASS|KEYBOARDS?|KEYMAPS?|MONKEYS?|PKEY"
+    r"|TOKENI[SZ](?:ATION|ED?|ERS?|ING))(?![A-Z0-9])|\A(?:OLD)?PWD\Z"
+)
 MASK = "***"
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 # DeepSpeed's launcher writes `export NAME="VALUE"` and strips it; these would not arrive as they are.
@@ -34,8 +42,8 @@ UNSAFE = re.compile(r'["$`\\\n\r]|^\s|\s$')
 
 
 def looks_secret(name: str) -> bool:
-    """Whether a variable's name says that its value is nobody's business: a word of it is TOKEN, KEY, PASSWORD, …"""
-    return any(word in SECRET for word in name.upper().split("_"))
+    """Whether a variable's name says that its value is nobody's business: it has TOKEN, KEY, PASSWORD, … in it."""
+    return SECRET.search(HARMLESS.sub("", name.upper())) is not None
 
 
 def shown(environment: Mapping[str, str]) -> dict[str, str]:
@@ -92,10 +100,14 @@ def is_listed(name: str) -> bool:
 def of_runner(environ: Mapping[str, str], launcher: str) -> dict[str, str]:
     """What DeepSpeed's launcher itself gets here: without what it would pass on by itself although nobody asked, and
     without any secret where that is MPICH's mpirun, which passes on all that it has."""
+
+    def reaches_all(name: str) -> bool:
+        return launcher == "mpich" or name.startswith(EXPORTED)
+
     return {
         name: value
         for name, value in environ.items()
-        if not name.startswith(UNASKED) and not (looks_secret(name) and (is_listed(name) or launcher == "mpich"))
+        if not name.startswith(UNASKED) and not (looks_secret(name) and reaches_all(name))
     }
 
 

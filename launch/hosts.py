@@ -15,7 +15,8 @@ from launch.errors import LaunchError
 
 # What is none would mean something else to pdsh (`[1-9]`, `,`, `^file`) or to ssh (a leading `-`).
 NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
-LINE = re.compile(r"(\S+)\s+slots=([0-9]+)", re.ASCII)
+LINE = re.compile(r"(\S+)\s+slots=([0-9]{1,4})", re.ASCII)
+SHOWN = 100  # letters of a line that is none
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
             continue
         match = LINE.fullmatch(entry)
         if match is None or not NAME.fullmatch(match[1]) or int(match[2]) == 0:
-            raise LaunchError(f"{path}, line {number}: {entry!r} must be `NAME slots=N` with N of at least 1")
+            told = entry if len(entry) <= SHOWN else f"{entry[:SHOWN]}…"
+            raise LaunchError(f"{path}, line {number}: {told!r} must be `NAME slots=N` with N of 1 to 9999")
         if match[1] in hosts:
             raise LaunchError(f"{path}, line {number}: {match[1]} stands there twice: name each host once")
         hosts[match[1]] = Host(match[1], int(match[2]))

@@ -14,6 +14,11 @@ from typing import Any
 from launch.errors import LaunchError
 
 
+def as_argument(recipe: Path) -> str:
+    """The recipe on a command line: never an option, also where its name begins with a dash."""
+    return f"./{recipe}" if str(recipe).startswith("-") else str(recipe)
+
+
 def plan_recipe(
     recipe: Path,
     world_size: int,
@@ -33,7 +38,7 @@ def plan_recipe(
     (all of them, if that is not given). With a `run` directory it tells which checkpoint there would be gone on from,
     and refuses what would be refused there, but for `changes`.
     """
-    command = [sys.executable, "-m", "pretrain", "plan", str(recipe), "--json", "--world-size", str(world_size)]
+    command = [sys.executable, "-m", "pretrain", "plan", as_argument(recipe), "--json", "--world-size", str(world_size)]
     command += [*memory, *(["--force"] if force else [])]
     command += [word for override in overrides for word in ("--set", override)]
     command += ["--check-data"] if check_data else []

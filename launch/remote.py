@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 10
 KILL_SECONDS = 5  # between SIGTERM and SIGKILL
 OUTPUT_BYTES = 4 * 2**20  # of each stream; what comes behind it is read and dropped
+REASON_LETTERS = 300  # of a reason
 TIMED_OUT = (124, 128 + 9)  # what timeout(1) ends with: after SIGTERM, after SIGKILL
 HERE = b"\x1ezerohalf\x1e\n"  # stands before the command's own output: it was reached, and profiles are done talking
 
@@ -73,8 +74,7 @@ class Answer:
         """Why it is not ok, in one line: why the node was not reached, or the last line of what the command said."""
         if self.unreachable is not None:
             return self.unreachable
-        said = self.stderr.strip().splitlines() or self.stdout.strip().splitlines()
-        return said[-1].strip() if said else f"it ended with code {self.code} and said nothing"
+        return _last_line(self.stderr) or _last_line(self.stdout) or f"it ended with code {self.code} and said nothing"
 
 
 def on_each(
@@ -105,6 +105,12 @@ def run_on(
             call.let_go()
         for call in calls.values():
             call.end()
+
+
+def _last_line(said: str) -> str:
+    """The end of what was said, cut where nobody would read it; "" where nothing was."""
+    line = (said.strip().splitlines() or [""])[-1].strip()
+    return line if len(line) <= REASON_LETTERS else f"{line[:REASON_LETTERS]}…"
 
 
 def is_here(name: str) -> bool:
@@ -165,8 +171,8 @@ class _Call:
         if code is None or (reached and code in TIMED_OUT and time.monotonic() >= deadline):
             return Answer(None, stdout, stderr, f"no answer within {timeout:g} s")
         if not reached:
-            said = stderr.strip().splitlines() or noise.strip().splitlines()
-            return Answer(None, stdout, stderr, said[-1].strip() if said else f"ssh ended with code {code}")
+            said = _last_line(stderr) or _last_line(noise)
+            return Answer(None, stdout, stderr, said or f"ssh ended with code {code}")
         return Answer(code, stdout, stderr, None, self.asked_at, self.output.ended_at)
 
     def let_go(self) -> None:

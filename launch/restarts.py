@@ -7,20 +7,28 @@ what somebody wanted to end: a signal, `launch stop`. How often at most, the cal
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
-from launch.command import Launch
+from launch.command import Launch, own_hostfile
 from launch.ending import BAD_INPUT, newest_attempt
 from launch.errors import LaunchError
+from launch.hints import RESUMES
 from launch.hosts import Host, read_hostfile
 from launch.remote import on_each
-from launch.running import run_once
-from launch.status import RESTARTING, read, steps_made
+from launch.running import STOP_SIGNALS, run_once
+from launch.saying import unfailing
+from launch.status import RESTARTING, began, read, steps_made
 from launch.where import Where
 
 PAUSE_SECONDS = 3.0  # before the next start: a machine that goes down takes its services with it one by one
@@ -99,37 +107,74 @@ def run(
     restarts: int,
     elastic: Elastic | None,
 ) -> int:
-    """Run `launch`, and again up to `restarts` times where it fails; the exit code of the last one."""
+    """Run `launch`, and again up to `restarts` times where it fails; the exit code of the last one.
+
+    A signal between two starts means what it means within one: it is not started again. Before the first it ends this.
+    """
+    marker = launch.run_directory / RESTARTING
     failed_at: int | None = None  # the step at which the attempt before ended
-    for number in range(restarts + 1):
-        before = newest_attempt(launch.run_directory)
-        code, asked = run_once(launch, environ, started_at)
-        if code == 0 or number == restarts:
-            if code != 0 and restarts:
-                _say(f"no start is left: all {restarts} of --restarts are used")
-            return code
-        step = _step_of_a_failure(launch.run_directory, newer_than=before)
-        reason = why_not(code, asked=asked, stop_file=launch.run_directory / "stop", step=step, failed_at=failed_at)
-        if reason is not None:
-            _say(f"not started again: {reason}")
-            return code
-        failed_at = step
-        _say(f"start {number + 1} of {restarts} again, behind code {code} at step {step}")
-        marker = launch.run_directory / RESTARTING
-        marker.write_text(json.dumps({"attempt": newest_attempt(launch.run_directory)}) + "\n")
-        time.sleep(PAUSE_SECONDS)
-        try:
+    code: int | None = None
+    previous = {number: signal.signal(number, _asked) for number in STOP_SIGNALS}
+    try:
+        for number in range(restarts + 1):
+            before = newest_attempt(launch.run_directory)
+            with own_hostfile(launch) as told:
+                code, asked = run_once(told, environ, started_at)
+            marker.unlink(missing_ok=True)
+            if code == 0 or number == restarts:
+                if code != 0 and restarts:
+                    _say(f"no start is left: all {restarts} of --restarts are used")
+                return code
+            step = _step_of_a_failure(launch.run_directory, newer_than=before)
+            reason = why_not(code, asked=asked, stop_file=launch.run_directory / "stop", step=step, failed_at=failed_at)
+            if reason is not None:
+                _say(f"not started again: {reason}")
+                return code
+            failed_at = step
+            _say(f"start {number + 1} of {restarts} again, behind code {code} at step {step}")
+            marker.write_text(json.dumps(_restarting(newest_attempt(launch.run_directory))) + "\n")
+            time.sleep(PAUSE_SECONDS)
             launch = start(prepare, hosts, elastic, again=True)
-        except LaunchError as error:
-            marker.unlink()
-            _say(f"error: it cannot start again: {error}")
-            return code
-        if (launch.run_directory / "stop").exists():
-            marker.unlink()
-            _say("not started again: it was asked to stop")
-            return code
-        print(launch.to_text(), flush=True)
+            if (launch.run_directory / "stop").exists():
+                _say("not started again: it was asked to stop")
+                return code
+            print(launch.to_text(), file=unfailing(sys.stdout), flush=True)
+    except (LaunchError, OSError) as error:
+        if code is None:
+            raise
+        _say(f"error: it cannot start again: {error}")
+        return code
+    except _Asked as asked_by:
+        if code is None:
+            return 128 + asked_by.number
+        _say(f"not started again: it was asked to stop, by {asked_by.name}; {RESUMES}")
+        return code
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        with suppress(OSError):
+            marker.unlink(missing_ok=True)
     raise AssertionError("the last start returns")
+
+
+class _Asked(KeyboardInterrupt):
+    """A signal came while no rank ran."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def _asked(number: int, frame: FrameType | None) -> None:
+    """A handler of signals, for one: what follows it is short."""
+    for one in STOP_SIGNALS:
+        signal.signal(one, signal.SIG_IGN)
+    raise _Asked(number)
+
+
+def _restarting(attempt: int) -> dict[str, Any]:
+    """What the marker says: behind which attempt, and whose word it is, so that others see whether that one lives."""
+    return {"attempt": attempt, "host": socket.gethostname(), "pid": os.getpid(), "start_ticks": began(os.getpid())}
 
 
 def why_not(code: int, *, asked: bool, stop_file: Path, step: int | None, failed_at: int | None) -> str | None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from launch.environment import asked_for, looks_secret
 from launch.errors import LaunchError
-from launch.planning import described, plan_recipe
+from launch.planning import as_argument, described, plan_recipe
 
 # What of the submitting shell reaches the ranks beside SLURM's own variables: who and where one is, nothing else.
 PASSED_ON = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "USER")
@@ -233,7 +233,7 @@ def script(
             cpus=request.cpus,
             per_node=request.per_node,
             python=shlex.quote(python),
-            recipe=shlex.quote(str(recipe)),
+            recipe=shlex.quote(as_argument(recipe)),
             arguments=shlex.join(["--resume", "auto", "--grace-seconds", str(seconds), *arguments]),
         ),
         VERDICT,

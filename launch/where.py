@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.addresses import refuse_no_address, refuse_no_port
 from launch.errors import LaunchError
 from launch.hosts import Host, read_hostfile
 from launch.remote import is_here, on_each
@@ -47,6 +48,10 @@ class Where:
 
 def chosen_launcher(where: Where) -> str:
     """What starts the ranks. LaunchError where the options do not go together, or where it cannot do that."""
+    if where.master_port is not None:
+        refuse_no_port(where.master_port)
+    if where.master_addr is not None:
+        refuse_no_address(where.master_addr)
     named = where.launcher
     if named in REFUSED:
         raise LaunchError(f"--launcher {named}: {REFUSED[named]}")

@@ -87,6 +87,8 @@ def test_a_machine_that_is_not_ready_ends_as_2(tiny_recipe: Callable[..., dict[s
         (["--ranks", "0"], ["--ranks 0"]),
         (["--master-port", "70000"], ["--master-port 70000", "65535"]),
         (["--master-addr", "node-1"], ["--master-addr", "--hostfile"]),
+        (["--master-port", "0"], ["--master-port 0", "65535"]),
+        (["--master-addr", "$(id)"], ["--master-addr '$(id)'", "a host's name"]),
         (["--grace-seconds", "nan"], ["--grace-seconds nan"]),
         (["--wait-seconds", "0"], ["--wait-seconds 0"]),
         (["--hostfile", "absent"], ["absent", "slots"]),

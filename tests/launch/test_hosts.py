@@ -26,6 +26,8 @@ def test_what_we_read_is_what_deepspeed_reads(tmp_path):
         (b"a slots=0\n", "line 1"),
         (b"a slots=-1\n", "line 1"),
         (b"a slots=two\n", "line 1"),
+        (b"a slots=10000\n", "N of 1 to 9999"),
+        (b"a slots=" + b"9" * 5_000 + b"\n", "9…' must be `NAME slots=N`"),
         (b"a slots=2 max_slots=4\n", "line 1"),
         (b"node-[1-9] slots=2\n", "line 1"),
         (b"-oProxyCommand=x slots=2\n", "line 1"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch.hosts import Host
-from launch.remote import OUTPUT_BYTES, Answer, is_here, on_each, run_on
+from launch.remote import OUTPUT_BYTES, REASON_LETTERS, Answer, is_here, on_each, run_on
 from tests.ranks import root
 
 HERE = (Host("localhost", 1),)
@@ -46,6 +46,8 @@ def test_what_cannot_run_is_told() -> None:
     assert missing.code not in (0, None)
     assert "/nowhere" in missing.reason()
     assert (once("no-such-program").code, "no-such-program" in once("no-such-program").reason()) == (127, True)
+    long = once("sh", "-c", "printf %09999d 0 >&2; exit 1").reason()
+    assert long == "0" * REASON_LETTERS + "…"
     assert once("false").reason() == "it ended with code 1 and said nothing"
 
 

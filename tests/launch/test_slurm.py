@@ -291,6 +291,7 @@ def test_what_cannot_be_set_up_fails_before_any_rank_starts(tmp_path: Path) -> N
         ({"environment": ("1A",)}, "--env"),
         ({"environment": ("RANK=0",)}, "--env RANK"),
         ({"environment": ("HF_TOKEN=hf_123",)}, "--env HF_TOKEN=…: a secret would stand in the script"),
+        ({"environment": ("PGPASSWORD=123",)}, "--env PGPASSWORD=…: a secret would stand in the script"),
     ],
 )
 def test_what_makes_no_job_is_refused(changes: dict[str, Any], says: str) -> None:
@@ -344,9 +345,9 @@ def test_the_verb_plans_for_all_ranks_and_writes(tmp_path: Path) -> None:
     recipe, run, output = "pretrain/recipes/debug.toml", tmp_path / "run", tmp_path / "job.sbatch"
     options = ("--nodes", "2", "--ranks-per-node", "2", "--run", run, "--change", "data", "--no-check-data")
     done = launch_slurm(recipe, *options, "--device-memory", "16GB", "--output", output)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"sbatch {output}\n", "")
     written = output.read_text()
-    assert "16 sequences = 4 × 1 micro-steps × 4 ranks" in written
+    assert "16 sequences = 4 × 1 micro-step × 4 ranks" in written
     assert "fits: a rank needs " in written
     assert f"cd -- {shlex.quote(str(root()))}\n" in written
     assert f"{shlex.quote(sys.executable)} -m pretrain run {recipe} --run" in written

@@ -8,11 +8,13 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 from data_pipeline.history import History
 from pretrain.agreement import facts, facts_of_weights, refuse_differences
 from pretrain.config import new_values, to_toml
+from pretrain.engine import TIMEOUT_MINUTES
 from pretrain.inputs import Inputs, initial_weights
 from pretrain.parts import Shelf, named
 from pretrain.resuming import choose, clear_leftovers, converted_from, refuse_other_run, refuse_uneven_stages
@@ -55,14 +57,19 @@ def begin(
     resume: str,
     changes: Sequence[str],
     say: Callable[[str], None],
+    timeout_minutes: float = TIMEOUT_MINUTES,
 ) -> Attempt:
-    """Begin an attempt in each run directory; errors as of `begin_attempt`. All ranks together."""
+    """Begin an attempt in each run directory; errors as of `begin_attempt`. All ranks together.
+
+    `timeout_minutes`: how long a rank waits for others.
+    """
     ranks, shelf = sharing.ranks, None
     pids = ranks.gather(os.getpid())
     if sharing.is_one:
         number, chosen, initial = ranks.on_first(lambda: begin_attempt(directory, inputs, resume, pids, say, changes))
     else:
-        shelf = Shelf(directory.checkpoints, sharing, gathers=inputs.config.checkpoint.placement == "gathered")
+        gathers, patience = inputs.config.checkpoint.placement == "gathered", timedelta(minutes=timeout_minutes)
+        shelf = Shelf(directory.checkpoints, sharing, gathers=gathers, patience=patience)
         number, chosen, initial = begin_attempts(shelf, directory, inputs, resume, pids, say, changes)
     history = History.of(ranks.on_first(lambda: directory.attempts()[-1]["changes"]))
     return Attempt(number, chosen, initial, history, shelf)
@@ -83,7 +90,8 @@ def begin_attempt(
     Raises RunDirectoryError or CheckpointError, with the directory as it was, where another run is at work there or
     what it holds is not this run.
     """
-    take(directory)
+    for warning in take(directory):
+        say(warning)
     chosen = choose(directory.checkpoints, resume, inputs.identity, say, changes)
     history = History() if chosen is None else refuse_other_run(chosen, inputs.identity, changes)
     initial = initial_weights(inputs) if chosen is None else None
@@ -101,7 +109,9 @@ def begin_attempts(
 ) -> tuple[int, Path | None, Path | None]:
     """The same where not all ranks have one run directory: in each home. All ranks together."""
     sharing = shelf.sharing
-    sharing.on_leaders(lambda: take(directory))
+    for home, warnings in enumerate(sharing.on_leaders(lambda: take(directory))):
+        for warning in warnings:
+            say(f"{warning} (on {sharing.host(home)})")
     chosen = shelf.choose(resume, say)
     initial, history = None, History()
     if chosen is None:
@@ -119,12 +129,12 @@ def begin_attempts(
     return attempt, chosen, initial
 
 
-def take(directory: RunDirectory) -> None:
-    """Take a run directory for this run, without what a kill left in it."""
+def take(directory: RunDirectory) -> list[str]:
+    """Take a run directory for this run, without what a kill left in it; warnings of what had to stay."""
     directory.lock()
     clear_marks(directory.path)
     directory.checkpoints.mkdir(exist_ok=True)
-    clear_leftovers(directory.checkpoints)
+    return clear_leftovers(directory.checkpoints)
 
 
 def write_down(

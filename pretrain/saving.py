@@ -4,8 +4,8 @@ A save is three things:
 
 1. capture: what each rank will write, as it is at the step's end; a copy where training goes on meanwhile;
 2. writing: each rank writes its files into `step-….partial`, flushes and hashes them, alone (see writing.py);
-3. commit: when all have, the first rank writes the manifest, renames the folder, moves `latest`, then prunes (see
-   retention.py).
+3. commit: when all have, the first rank writes the manifest and renames the folder: it is saved. Then it moves
+   `latest` and prunes (see pruning.py), and so it does behind a save that failed: there may be room for the next.
 
 At once, the three follow each other. Asynchronously, threads do the second and the third, and `poll`, at the end of
 every step, asks all ranks whether theirs have ended: no thread ever waits for another rank. A kill anywhere leaves
@@ -20,7 +20,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -31,8 +31,9 @@ import torch
 
 from data_pipeline.durable import sync_folder
 from model.huggingface import save_tensors
-from pretrain.checkpoint import list_checkpoints, manifest_of, remove, saved, step_of
+from pretrain.checkpoint import manifest_of
 from pretrain.parts import Shelf
+from pretrain.pruning import tidy
 from pretrain.retention import Retention
 from pretrain.run_directory import CheckpointError, write_text
 from pretrain.runtime import Ranks, one_ranks_fault
@@ -89,6 +90,11 @@ class Flight:
     def partial(self) -> Path:
         return self.folder.with_name(self.folder.name + ".partial")
 
+    def told(self, faults: Sequence[str], *, failed: bool) -> tuple[str, ...]:
+        """What else could not be done behind it, as warnings."""
+        step = f"step {self.step}:" if failed else f"step {self.step} is saved, but"
+        return tuple(f"warning: {step} {fault}" for fault in faults)
+
 
 class Checkpoints:
     """The checkpoints of one run. Its methods are called on all ranks together."""
@@ -118,6 +124,7 @@ class Checkpoints:
         self._flight: Flight | None = None
         self._abandoned = threading.Event()
         self._warned_of_waiting = False
+        self._pruned = False  # what an earlier start left
 
     @property
     def in_flight(self) -> bool:
@@ -195,9 +202,15 @@ class Checkpoints:
         record = measured.to_dict(finite=engine.is_finite())
         folder = self.folder / f"step-{state.global_step:08d}"
         aside = folder.with_name(folder.name + ".partial")
+        if not self._pruned and (self._leads or self.shelf is not None):
+            for fault in self._tidy(None):
+                self.say(f"warning: {fault}")
+        self._pruned = True
         if self._leads:
             shutil.rmtree(aside, ignore_errors=True)
         described = {**asdict(state), **identity, "measured": record}
+        if self.shelf is not None:  # in all homes the same bytes: a rank's arithmetic may differ in the last bit
+            described = self.ranks.broadcast(described)
         files = self._capture(engine, described, snapshot)  # waits for all ranks
         captured = time.perf_counter() - started
         in_thread = snapshot is not None
@@ -258,12 +271,12 @@ class Checkpoints:
             return of_first
         everyones: list[Ended] = self.ranks.gather(ended)
         failed = next((one for one in everyones if one.failure is not None), None)
-        going = self.ranks.on_first(self._superfluous) if failed is None else [flight.folder.name]
-        try:
-            self.shelf.sharing.on_leaders(lambda: self._follow(None if failed else flight.folder.name, going))
-        except OSError as error:
-            return replace(failed or everyones[0], notes=(f"warning: behind the save of step {flight.step}: {error}",))
-        return everyones[0] if failed is None else failed
+        name = flight.folder.name
+        faults = self._tidy(name) if failed is None else self._tidy(None, taken_back=name)
+        notes = dict.fromkeys(
+            [*(note for one in everyones for note in one.notes), *flight.told(faults, failed=failed is not None)]
+        )
+        return replace(failed or everyones[0], notes=tuple(notes))
 
     def _end(self, flight: Flight, everyones: list[Written]) -> Job[Ended]:
         """What is done once in a folder behind all ranks' writing: the commit, or taking away what is not whole."""
@@ -287,7 +300,8 @@ class Checkpoints:
     def _discard(self, flight: Flight, failure: str | None) -> Ended:
         started = time.perf_counter()
         shutil.rmtree(flight.partial, ignore_errors=True)
-        return Ended(failure, time.perf_counter() - started)
+        faults = self._tidy(None) if self.shelf is None else []
+        return Ended(failure, time.perf_counter() - started, flight.told(faults, failed=True))
 
     def _commit_part(self, flight: Flight, shelf: Shelf, written: list[dict[str, dict[str, int | str]]]) -> Ended:
         started = time.perf_counter()
@@ -313,40 +327,24 @@ class Checkpoints:
             if final.exists():  # a run resumed from before it, saving the same step again
                 shutil.rmtree(final)
             aside.rename(final)
-            sync_folder(self.folder)
-            if self.shelf is None:
-                write_text(self.folder / "latest", final.name + "\n")
         except OSError as error:
-            if aside.exists():
-                return self._discard(flight, why(error, aside / "manifest.json"))
-            return Ended(why(error, self.folder / "latest"), time.perf_counter() - started)
-        notes = [] if flight.healthy else [
+            return self._discard(flight, why(error, aside / "manifest.json"))
+        notes = () if flight.healthy else (
             f"warning: step {flight.step}: not every weight and moment is a finite number; {final.name} "
-            "is kept to be looked at, beside the last healthy checkpoint, and no run will resume from it"
-        ]  # fmt: skip
+            "is kept to be looked at, beside the last healthy checkpoint, and no run will resume from it",
+        )  # fmt: skip
+        faults = []
         try:
-            if self.shelf is None:
-                self._prune(self._superfluous())
+            sync_folder(self.folder)
         except OSError as error:
-            notes.append(f"warning: step {flight.step} is saved, but an older checkpoint could not be removed: {error}")
-        return Ended(None, time.perf_counter() - started, tuple(notes))
+            faults.append(f"may not outlast a loss of power: {why(error, self.folder)}")
+        if self.shelf is None:
+            faults += self._tidy(final.name)
+        return Ended(None, time.perf_counter() - started, (*notes, *flight.told(faults, failed=False)))
 
-    def _superfluous(self) -> list[str]:
-        """The names of checkpoints that nothing keeps."""
-        checkpoints = list_checkpoints(self.folder)
-        reasons = self.retention.reasons([saved(path) for path in checkpoints])
-        return [path.name for path in checkpoints if not reasons[step_of(path)]]
-
-    def _prune(self, names: list[str]) -> None:
-        for name in names:
-            if (self.folder / name).exists():
-                remove(self.folder / name)
-
-    def _follow(self, named: str | None, going: list[str]) -> None:
-        """Behind the commit of all homes, in each: have `latest` name the checkpoint if it holds any, then prune."""
-        if named is not None and (self.folder / named).exists():
-            write_text(self.folder / "latest", named + "\n")
-        self._prune(going)
+    def _tidy(self, named: str | None, taken_back: str | None = None) -> list[str]:
+        sharing = None if self.shelf is None else self.shelf.sharing
+        return tidy(self.folder, self.retention, sharing, named, taken_back)
 
     def load(self, path: Path, engine: TrainingEngine) -> TrainState:
         """Put a checkpoint of this run (see `choose`) into the engine, and return the state it describes.

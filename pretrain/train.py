@@ -169,7 +169,7 @@ def train(
             return "stopped"  # nothing has begun: the signal met another rank before it could note it, and ended that
         sharing = agree(path, ranks, inputs, resume, changes)
         report = stack.enter_context(Report(directory, config, active=ranks.is_first))
-        attempt = begin(directory, sharing, inputs, resume, changes, report.say)
+        attempt = begin(directory, sharing, inputs, resume, changes, report.say, timeout_minutes)
         number, resumed_from, shelf = attempt.number, attempt.resumed_from, attempt.shelf
         inputs = inputs.behind(attempt.history)
         if kept is not None:

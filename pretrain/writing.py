@@ -96,13 +96,25 @@ def write_files(files: Mapping[str, Callable[[Path], None]], folder: Path, aband
 
 def why(error: Exception, path: Path) -> str:
     """What stood against writing `path`, in a few words: the libraries have words of their own, some without a disk."""
-    place = path if path.exists() else next(folder for folder in path.parents if folder.exists())
-    free_bytes = shutil.disk_usage(place).free
+    free_bytes = _free_bytes(path)
+    free = "" if free_bytes is None else f", {show_size(free_bytes)} free"
     full = isinstance(error, OSError) and is_full(error)
-    if full or free_bytes < 2**20 or "No space left" in str(error):
-        return f"{path}: {FULL}, {show_size(free_bytes)} free"
+    if full or (free_bytes is not None and free_bytes < 2**20) or "No space left" in str(error):
+        return f"{path}: {FULL}{free}"
     told = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return f"{path}: {' '.join(told.split())}, {show_size(free_bytes)} free"
+    return f"{path}: {' '.join(told.split())}{free}"
+
+
+def _free_bytes(path: Path) -> int | None:
+    """What is free on the disk of a path that may not exist; None where the disk does not say: it may be gone."""
+    for place in (path, *path.parents):
+        try:
+            return shutil.disk_usage(place).free
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            return None
+    return None
 
 
 def is_full(error: OSError) -> bool:

@@ -196,11 +196,11 @@ def plan(
                 RunDirectory(directory).checkpoints, resume,
                 lambda computed: Inputs.check(config, world_size, computed).identity, check_names(change or ()),
             )  # fmt: skip
+            if found is None:
+                refuse_split_windows(starts, config.model.seq_len)
             report["resume"] = found
             lines += ["", f"resume            {preview_text(found, world_size, made.stage)}"]
         except (CheckpointError, DataFormatError, TokenizerError, RecipeError) as error:
-            if found is None:
-                refuse_split_windows(starts, config.model.seq_len)
             refused = str(error)
             report["resume"] = {"refused": refused}
     print(json.dumps(report, indent=2) if as_json else "\n".join(lines))

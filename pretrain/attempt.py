@@ -115,6 +115,7 @@ def begin_attempts(
     chosen = shelf.choose(resume, say)
     initial, history = None, History()
     if chosen is None:
+        refuse_uneven_stages(inputs.identity)
         initial = sharing.on_leaders(lambda: initial_weights(inputs))[sharing.home]
         if inputs.config.initial_weights is not None:
             refuse_differences(sharing.ranks, lambda: facts_of_weights(initial))
@@ -125,7 +126,6 @@ def begin_attempts(
     sharing.on_leaders(
         lambda: write_down(directory, inputs, chosen, initial, pids, history, attempt) if others else attempt
     )
-        refuse_uneven_stages(inputs.identity)
     return attempt, chosen, initial
 
 

@@ -272,6 +272,7 @@ def refuse_other_run(path: Path, identity: Mapping[str, Any], changes: Collectio
     """
     stored = read_json(path / "state.json")
     history = refuse_other(path, stored, identity, changes)
+    refuse_uneven_stages(identity, history)
     stored, identity = with_defaults(stored), with_defaults(identity)
     for name in ("precision", "optimizer"):
         earlier, value = stored[name], identity[name]
@@ -288,6 +289,16 @@ def refuse_other_run(path: Path, identity: Mapping[str, Any], changes: Collectio
     return history
 
 
+def refuse_uneven_stages(identity: Mapping[str, Any], history: History | None = None) -> None:
+    """RecipeError where a stage does not begin with a window, unless the run's past had windows of another length.
+
+    With those behind it, its tokens are no multiple of anything, and a stage begins with the next window.
+    """
+    seq_len = identity["order"]["seq_len"]
+    if history is None or all(read.order["seq_len"] == seq_len for _, read in history.reads()):
+        refuse_split_windows([start for start, _ in mixture_of(identity)], seq_len)
+
+
 def converted_from(path: Path, identity: Mapping[str, Any]) -> dict[str, int] | None:
     """The ranks and the ZeRO stage that wrote a checkpoint, where one of them is not this run's."""
     stored = read_json(path / "state.json")
@@ -302,15 +313,4 @@ def with_defaults(identity: Mapping[str, Any]) -> dict[str, Any]:
         **identity,
         "precision": {**precision, "moments": precision["master"], "compensation": "none", **precision},
         "optimizer": {"name": "adamw", "decay_embeddings": True, **optimizer},
-    refuse_uneven_stages(identity, history)
     }
-def refuse_uneven_stages(identity: Mapping[str, Any], history: History | None = None) -> None:
-    """RecipeError where a stage does not begin with a window, unless the run's past had windows of another length.
-
-    With those behind it, its tokens are no multiple of anything, and a stage begins with the next window.
-    """
-    seq_len = identity["order"]["seq_len"]
-    if history is None or all(read.order["seq_len"] == seq_len for _, read in history.reads()):
-        refuse_split_windows([start for start, _ in mixture_of(identity)], seq_len)
-
-

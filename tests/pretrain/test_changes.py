@@ -310,18 +310,6 @@ def test_stages_that_have_not_begun_and_a_mixture_by_name(made: Made) -> None:
     assert history.changes[-1].changed[0]["to"]["slots"] == {"code": 1}
 
 
-def test_rolled_back_behind_a_change_it_is_made_again(made: Made, tmp_path: Path) -> None:
-    """The newest checkpoints damaged: the same command changes the same from an older one on, another one refuses."""
-    run = tmp_path / "run"
-    for name in ("checkpoints/step-00000003", "checkpoints/step-00000005", "tokenizer"):
-        shutil.copytree(made.path / name, run / name)
-    shutil.copy(made.path / "recipe.toml", run / "recipe.toml")
-    (run / "checkpoints" / "step-00000005" / "weights.safetensors").write_bytes(b"")
-    identity = identity_of(made.tables[1])
-    with pytest.raises(CheckpointError, match="--change global_batch_size"):
-        choose(run / "checkpoints", "auto", identity)
-    chosen = choose(run / "checkpoints", "auto", identity, changes=["global_batch_size"])
-    assert chosen == checkpoint(run, 3)
 def test_stages_within_windows_of_a_new_length_begin_with_the_next(
     made: Made, tiny_recipe: Tables, tmp_path: Path
 ) -> None:
@@ -361,6 +349,18 @@ def test_stages_within_windows_of_a_new_length_begin_with_the_next(
         refuse_other_run(newest, identity_of(whole))
 
 
+def test_rolled_back_behind_a_change_it_is_made_again(made: Made, tmp_path: Path) -> None:
+    """The newest checkpoints damaged: the same command changes the same from an older one on, another one refuses."""
+    run = tmp_path / "run"
+    for name in ("checkpoints/step-00000003", "checkpoints/step-00000005", "tokenizer"):
+        shutil.copytree(made.path / name, run / name)
+    shutil.copy(made.path / "recipe.toml", run / "recipe.toml")
+    (run / "checkpoints" / "step-00000005" / "weights.safetensors").write_bytes(b"")
+    identity = identity_of(made.tables[1])
+    with pytest.raises(CheckpointError, match="--change global_batch_size"):
+        choose(run / "checkpoints", "auto", identity)
+    chosen = choose(run / "checkpoints", "auto", identity, changes=["global_batch_size"])
+    assert chosen == checkpoint(run, 3)
     again = refuse_other_run(chosen, identity, ["global_batch_size"])
     assert again.to_json() == state_of(made.path, 5)["changes"]
 

@@ -11,11 +11,11 @@ import json
 import signal
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launch import records
 from launch.command import Launch
 from launch.errors import LaunchError
 from launch.hints import RESUMES, hint, last_words, only_lost
@@ -138,10 +138,9 @@ def read_receipts(run_directory: Path, newer_than: int) -> dict[int, dict[str, A
     out."""
     found: dict[int, dict[str, Any]] = {}
     for path in sorted((run_directory / "receipts").glob("rank-*.json")):
-        with suppress(ValueError, KeyError, TypeError):
-            receipt = json.loads(path.read_bytes())
-            if receipt["attempt"] > newer_than:
-                found[receipt["rank"]] = receipt
+        receipt = records.parsed(path)
+        if records.checked(receipt, records.WHOSE) is not None and receipt["attempt"] > newer_than:
+            found[receipt["rank"]] = receipt
     newest = max((receipt["attempt"] for receipt in found.values()), default=None)
     return {rank: receipt for rank, receipt in sorted(found.items()) if receipt["attempt"] == newest}
 
@@ -151,9 +150,9 @@ def newest_attempt(run_directory: Path) -> int:
 
     What cannot be read begins no attempt either: the run itself says what is wrong with it.
     """
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return len(json.loads((run_directory / "environment.json").read_bytes())["attempts"])
-    return 0
+    said = records.parsed(run_directory / "environment.json")
+    attempts = said.get("attempts") if isinstance(said, dict) else None
+    return len(attempts) if isinstance(attempts, list) else 0
 
 
 def read_status(run_directory: Path) -> dict[str, Any]:
@@ -163,7 +162,7 @@ def read_status(run_directory: Path) -> dict[str, Any]:
         return {}
     try:
         status = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         raise LaunchError(f"{path} is not valid JSON: remove it or choose another --run") from None
     if not isinstance(status, dict):
         raise LaunchError(f"{path} must hold one JSON object: remove it or choose another --run")

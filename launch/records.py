@@ -66,7 +66,8 @@ STATUS: Mapping[str, Kind] = {"attempt": whole(1), "state": one_of("running", *E
 SIGN: Mapping[str, Kind] = {
     "attempt": whole(1), "rank": whole(0), "doing": text, "since": number, "at": number,
 }  # fmt: skip
-RECEIPT: Mapping[str, Kind] = {"attempt": whole(1), "rank": whole(0), "state": one_of(*ENDED)}
+WHOSE: Mapping[str, Kind] = {"attempt": whole(1), "rank": whole(0)}
+RECEIPT: Mapping[str, Kind] = {**WHOSE, "state": one_of(*ENDED)}
 STEP: Mapping[str, Kind] = {
     "kind": one_of("train"), "attempt": whole(1), "step": whole(0), "loss": number, "step_seconds": amount,
     "tokens_per_second": amount,

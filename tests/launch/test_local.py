@@ -181,6 +181,7 @@ def test_receipts_of_other_attempts_and_what_is_none_do_not_count(tmp_path):
     assert read_receipts(tmp_path, newer_than=0) == {}
     (tmp_path / "receipts").mkdir()
     contents = ['{"attempt": 3, "rank": 0}', '{"attempt": 2, "rank": 1}', "{", "[]", '{"attempt": "3", "rank": 4}']
+    contents += ['{"attempt": 3, "rank": "1"}', '{"attempt": 3, "rank": [1]}', "[" * 5000]
     for number, content in enumerate(contents):
         (tmp_path / "receipts" / f"rank-{number:05d}.json").write_text(content)
     assert read_receipts(tmp_path, newer_than=1) == {0: {"attempt": 3, "rank": 0}}
@@ -189,8 +190,9 @@ def test_receipts_of_other_attempts_and_what_is_none_do_not_count(tmp_path):
 
 def test_an_attempt_has_begun_when_it_is_recorded(tmp_path):
     assert newest_attempt(tmp_path) == 0
-    (tmp_path / "environment.json").write_text("{")
-    assert newest_attempt(tmp_path) == 0
+    for content in ("{", "[]", '{"attempts": 5}', '{"attempts": "x"}', "[" * 5000):
+        (tmp_path / "environment.json").write_text(content)
+        assert newest_attempt(tmp_path) == 0
     (tmp_path / "environment.json").write_text('{"attempts": [{}, {}]}')
     assert newest_attempt(tmp_path) == 2
 

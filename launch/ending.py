@@ -2,7 +2,8 @@
 
 The launcher's own exit code is not the truth: DeepSpeed's runner passes on positive codes only, so a run whose child
 was killed by a signal can end as 0. What counts are the receipts that every rank leaves in the run directory, and the
-codes that the ranks' keepers tell, also where nothing is shared.
+codes that the ranks' keepers tell. A keeper tells what its rank's receipt says, too: that counts where the rank is on
+another machine and its receipt is not to be seen from here. An exit code of 0 alone never counts as a success.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from launch import records
 from launch.command import Launch
 from launch.errors import LaunchError
 from launch.hints import RESUMES, hint, last_words, only_lost
-from launch.lifelines import Known
+from launch.lifelines import WELL, Known
+from launch.remote import is_here
 
 FAILED = 1
 BAD_INPUT = 2
@@ -35,6 +37,7 @@ class End:
     receipts: Mapping[int, Mapping[str, Any]]  # of the new attempt, by rank
     killer: str | None = None  # the kernel ended a process for want of memory meanwhile
     known: Mapping[int, Known] = field(default_factory=dict)  # what keepers told, by rank
+    launcher_lost: bool = False  # it ended and left ranks behind, which were then asked to stop
 
     def verdict(self, launch: Launch, status: Mapping[str, Any]) -> int:
         """The exit code: 0 if every rank says that it stopped or finished, else the first failure's, with a line.
@@ -42,13 +45,23 @@ class End:
         A run that was asked to stop before it began, and did not begin, is 0 as well: there is nothing to resume.
         """
         states = {rank: receipt.get("state") for rank, receipt in self.receipts.items()}
-        well = {rank for rank, state in states.items() if state in ("stopped", "finished")}
-        well |= {rank for rank, one in self.known.items() if one.code == 0 and states.get(rank) != "failed"}
-        if well >= set(launch.own_ranks) and (self.began or self.asked == 0):
+        states |= {
+            rank: one.state
+            for rank, one in self.known.items()
+            if rank not in states and one.code == 0 and one.attempt is not None and out_of_sight(launch, rank)
+        }
+        well = {rank for rank, state in states.items() if state in WELL}
+        if (
+            self.began
+            and well >= set(launch.own_ranks)
+            and (not self.launcher_lost or all(states[rank] == "finished" for rank in well))
+        ):
             return 0
         if not self.began and self.asked == 1:
             print(f"run {launch.run_directory} stopped before it began: nothing was changed", file=sys.stderr)
             return 0
+        if self.launcher_lost:
+            return self._tell_of_launcher(launch, status, saved=well >= set(launch.own_ranks))
         first = first_failure(self.known)
         if first is not None:
             return self._tell(first, launch, status)
@@ -64,6 +77,18 @@ class End:
         where += "" if self.killer is None else f". {self.killer}"
         print(f"error: run {launch.run_directory} failed (launcher code {self.code}): {where}", file=sys.stderr)
         return self.code if self.code > 0 else FAILED
+
+    def _tell_of_launcher(self, launch: Launch, status: Mapping[str, Any], *, saved: bool) -> int:
+        """Of what started the ranks, and ended before them."""
+        code = exit_code_of(self.code)
+        how = f"was killed by {signal_name(-self.code)}" if self.code < 0 else f"ended with code {self.code}"
+        ranks = "saved and stopped" if saved else "were asked to save and stop, and not all did"
+        print(
+            f"error: run {launch.run_directory} failed (code {code}): what had started the ranks ({launch.launcher}) "
+            f"{how} while they ran, so they {ranks}; {steps(status)}; {RESUMES}",
+            file=sys.stderr,
+        )
+        return code
 
     def _tell(self, first: Known, launch: Launch, status: Mapping[str, Any]) -> int:
         """Of the rank that failed first: its traceback, and a line of what happened and what to do."""
@@ -110,6 +135,8 @@ def how(one: Known) -> str:
         return "vanished without a word: its machine or all of its processes were ended"
     if one.code < 0:
         return f"was killed by {signal_name(-one.code)}"
+    if one.code == 0:
+        return "left in the middle of the run, with code 0"
     return f"failed with code {one.code}"
 
 
@@ -122,9 +149,18 @@ def signal_name(number: int) -> str:
 
 def exit_code(one: Known) -> int:
     """As a shell would have it: 128 and the number of a signal."""
-    if one.code is None:
-        return FAILED
-    return one.code if one.code > 0 else 128 - one.code
+    return exit_code_of(one.code or 0)
+
+
+def exit_code_of(failure: int) -> int:
+    """The same of a failure's code, which may be 0: it says nothing then."""
+    return FAILED if failure == 0 else failure if failure > 0 else 128 - failure
+
+
+def out_of_sight(launch: Launch, rank: int) -> bool:
+    """Whether a rank's receipt may lie where this machine does not see it: on another node, with nothing shared."""
+    name = launch.host_of(rank)
+    return launch.is_remote and name is not None and not is_here(name.rpartition("@")[2])
 
 
 def steps(status: Mapping[str, Any]) -> str:

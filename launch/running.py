@@ -10,21 +10,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from launch.addresses import LOOPBACK, address_towards, resolve
 from launch.command import Launch
 from launch.ending import End, attempt_of, newest_attempt, read_receipts, read_status
 from launch.environment import file_in_memory, of_runner
+from launch.errors import LaunchError
 from launch.lifelines import Lifelines
 from launch.oom_killer import oom_killer, oom_kills
 from launch.remote import is_here
+from launch.saying import unfailing
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
 # DeepSpeed's launch.py kills its children 30 s after a signal; what is still there a little later is ended here.
 GRACE_SECONDS = 45.0
 PEERS_SECONDS = 30.0  # behind the first failure: the other ranks notice it and say so, or wait for ever, as NCCL's do
+# Ranks that still run when what started them has ended: to end by themselves, and then to save and stop.
+NOTICE_SECONDS, SAVE_SECONDS = 3.0, 600.0
 END_SECONDS = 10.0  # between telling the keepers to end and ending what is here
 LOOK_SECONDS = 0.2
 # Of pdsh's ssh: it asks for nothing, and ends where the other side gives no sign for a minute.
@@ -43,9 +49,14 @@ def run_once(launch: Launch, environ: Mapping[str, str], started_at: float | Non
 
     `started_at`, in seconds since the epoch, is when the minutes of --max-minutes began.
     """
+    with redirect_stderr(unfailing(sys.stderr)):  # a run does not end for want of a place to print
+        return _run_once(launch, environ, started_at)
+
+
+def _run_once(launch: Launch, environ: Mapping[str, str], started_at: float | None) -> tuple[int, bool]:
     before = newest_attempt(launch.run_directory)
     killed_before = oom_kills()
-    lifelines = Lifelines(own_address(launch))
+    lifelines = Lifelines(own_address(launch), launch.own_ranks)
     watch = Watch(launch, lifelines, before)
     previous = {number: signal.signal(number, watch.note) for number in STOP_SIGNALS}
     process: subprocess.Popen[bytes] | None = None
@@ -57,15 +68,16 @@ def run_once(launch: Launch, environ: Mapping[str, str], started_at: float | Non
             watch.look()
         code = process.returncode
         watch.wait_for_the_rest()
+    except Exception:  # a fault of ours: no reason to lose what ranks have computed
+        watch.let_save()
+        raise
     finally:
         if process is not None:
             signal_group(process.pid, signal.SIGKILL)
         lifelines.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
-    status = read_status(launch.run_directory)
-    if attempt_of(status) > before and status.get("state") == "running":  # whoever should have said so was killed
-        (launch.run_directory / "status.json").write_text(json.dumps({**status, "state": "failed"}) + "\n")
+    status = _last_status(launch.run_directory, before)
     known = lifelines.known
     ended = End(
         code=code,
@@ -74,8 +86,25 @@ def run_once(launch: Launch, environ: Mapping[str, str], started_at: float | Non
         receipts=read_receipts(launch.run_directory, newer_than=before),
         killer=None if watch.asked > 1 else oom_killer(killed_before, oom_kills()),
         known=known,
+        launcher_lost=watch.launcher_lost,
     )
     return ended.verdict(launch, status), watch.asked > 0
+
+
+def _last_status(run_directory: Path, before: int) -> dict[str, Any]:
+    """The status, {} where it can't be read; "failed" where the new attempt's ranks were killed and none could say so.
+
+    `before`: the newest attempt before this one.
+    """
+    try:
+        status = read_status(run_directory)
+        if attempt_of(status) > before and status.get("state") == "running":
+            status = {**status, "state": "failed"}
+            (run_directory / "status.json").write_text(json.dumps(status) + "\n")
+        return status
+    except (LaunchError, OSError) as error:
+        print(f"warning: {run_directory} does not say how far it came: {error}", file=sys.stderr)
+        return {}
 
 
 def start(
@@ -126,6 +155,7 @@ class Watch:
         self.before = before
         self.group: int | None = None
         self.asked = 0
+        self.launcher_lost = False  # it ended and left ranks behind
         self._signal = signal.SIGTERM  # the first
         self._heeded = 0
         self._end_at: float | None = None
@@ -136,6 +166,18 @@ class Watch:
         if self.asked == 0:
             self._signal = signal.Signals(number)
         self.asked += 1
+
+    def let_save(self) -> None:
+        """Have the ranks save and stop, and wait for that, with nothing that could fail again."""
+        with suppress(Exception):
+            self.lifelines.stop("a fault of `launch run`")
+            self.lifelines.take_no_more()
+        until = time.monotonic() + GRACE_SECONDS
+        while self.group is not None and self.asked < 2 and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+            with suppress(OSError):
+                if not group_lives(self.group):
+                    return
 
     def look(self) -> None:
         """Act on what has come in meanwhile."""
@@ -165,18 +207,34 @@ class Watch:
         if connected:
             print("saving and stopping; once more ends it at once", file=sys.stderr, flush=True)
         elif newest_attempt(self.launch.run_directory) > self.before:  # ranks that do not reach this machine
-            (self.launch.run_directory / "stop").touch()
-            print("saving and stopping; once more ends it at once", file=sys.stderr, flush=True)
+            try:
+                (self.launch.run_directory / "stop").touch()
+                print("saving and stopping; once more ends it at once", file=sys.stderr, flush=True)
+            except OSError as error:
+                print(f"warning: ranks can't be asked to stop by a file: {error}", file=sys.stderr, flush=True)
         elif not self.launch.is_remote:
             signal_group(self.group, signal.SIGTERM)
 
     def wait_for_the_rest(self) -> None:
-        """Of the group and of the ranks, at most the grace period. The runner can end before the ranks have saved."""
+        """Of the group and of the ranks, at most the grace period; longer while ranks that were asked to stop save.
+
+        The runner can end before them. Where it ended unasked and they go on without it, they are asked.
+        """
         assert self.group is not None
-        deadline = time.monotonic() + GRACE_SECONDS
+        began = time.monotonic()
+        deadline = began + GRACE_SECONDS
         while (self.lifelines.connected or group_lives(self.group)) and time.monotonic() < deadline:
             self.lifelines.serve(LOOK_SECONDS / 2)
             self.look()
+            now = time.monotonic()
+            if not self.lifelines.connected or self._end_at is not None:
+                continue
+            if self.asked == 0 and not self.launcher_lost and now - began > NOTICE_SECONDS:
+                self.launcher_lost = True
+                self.lifelines.stop("the end of what had started this rank")
+                print("what started the ranks has ended without them: saving and stopping", file=sys.stderr, flush=True)
+            if self.asked or self.launcher_lost:
+                deadline = min(now + GRACE_SECONDS, began + SAVE_SECONDS)
         if self.lifelines.connected:
             self.lifelines.end()
             self.lifelines.serve(LOOK_SECONDS)

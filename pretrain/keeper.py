@@ -6,8 +6,9 @@ RUN/logs/attempt-N/rank-00001.log. It holds a connection to `launch run`, whose 
 that happens, when `launch run` dies; and the other way round. Where the line between them is cut, keepalive tells both
 within a minute. No file has to be shared for it, and no rank has to answer: it may be busy, or stopped.
 
-Lines of JSON go over the connection: from here who this is, `{"attempt": N}`, and at the end how it ended and what the
-rank said last; from there `{"stop": REASON}` or `{"end": true}`. It ends as the rank did, code and signal.
+Lines go over the connection, the first the run's id, the others JSON: from here who this is, `{"attempt": N}`, and at
+the end how it ended, what its receipt says and what the rank said last; from there `{"stop": REASON}` or
+`{"end": true}`. It ends as the rank did, code and signal.
 
 Imports what every Python has, since it stands there before anything heavy is loaded.
 """
@@ -41,6 +42,7 @@ CONNECT_SECONDS = 10.0
 ORPHAN_SECONDS, CUT_SECONDS = 600.0, 30.0
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 5))
 TAIL_BYTES = 16 * 2**10  # of what the rank said last
+LONGEST_LINE = 2**16  # longer ones are passed on in pieces
 EARLY_BYTES = 2**20  # of what it said before it had a log
 PIPE_BYTES = 4096  # so that a rank whose output nobody reads stands still soon, as without a keeper
 LOOK_SECONDS = 0.5
@@ -60,6 +62,10 @@ class Kept:
     def begins(self, attempt: int, log: Path) -> None:
         """The attempt has its number and the rank a log from here on; what it said before stands at its beginning."""
         self._connection.sendall(_line({"attempt": attempt, "log": str(log.resolve())}))
+
+    def ended(self, state: str) -> None:
+        """What the rank's receipt says, for a `launch run` that does not see it."""
+        self._connection.sendall(_line({"state": state}))
 
     def heed(self, ask: Callable[[str], None]) -> None:
         """Call `ask(reason)`, on a thread, when `launch run` wants this rank to stop."""
@@ -115,6 +121,7 @@ class Keeper:
         self.kill_at: float | None = None
         self.code: int | None = None  # as Popen tells it: less than 0 for a signal
         self.to_show = b""  # what is still to be written to where output went before
+        self.state: str | None = None  # of its receipt
         self.unended = b""  # the beginning of a line whose end was not read yet
         self.log: _Log | None = None
         self.log_failed = False
@@ -132,9 +139,10 @@ class Keeper:
             self._reap()
             if self.code is None and self.kill_at is not None and time.monotonic() > self.kill_at:
                 os.kill(self.child, signal.SIGKILL)
-        self._finish(lambda: self.reading is not None, LEFT_OPEN_SECONDS)
+        self._finish(lambda: self.reading is not None or self.kept.fileno() >= 0, LEFT_OPEN_SECONDS)
         self._show(b"", last=True)
-        self._tell({"code": self.code, "said": _readable(self.tail).decode(errors="replace")})
+        said = _readable(self.tail).decode(errors="replace")
+        self._tell({"code": self.code, "state": self.state, "said": said})
         self._finish(lambda: bool(self.to_show), UNREAD_SECONDS)
         if self.code < 0:
             with suppress(OSError):  # of SIGKILL, which nobody handles
@@ -166,7 +174,9 @@ class Keeper:
         self.launcher.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, seconds in KEEPALIVE:
             self.launcher.setsockopt(socket.IPPROTO_TCP, option, seconds)
-        self._tell({"id": identity, "rank": self.rank, "host": socket.gethostname(), "pid": self.child})
+        who = {"rank": self.rank, "host": socket.gethostname(), "pid": self.child}
+        with suppress(OSError):
+            self.launcher.sendall(identity.encode() + b"\n" + _line(who))
 
     def _look(self) -> None:
         """Wait a moment for any of the ends, and do what there is to do."""
@@ -207,8 +217,9 @@ class Keeper:
             self.to_show += block
             return
         *lines, self.unended = (self.unended + block).split(b"\n")
-        if last and self.unended:
+        if self.unended and (last or len(self.unended) >= LONGEST_LINE):
             lines.append(self.unended)
+            self.unended = b""
         prefix = f"[rank {self.rank}] ".encode()
         self.to_show += b"".join(prefix + line + b"\n" for line in lines)
 
@@ -253,7 +264,9 @@ class Keeper:
         *lines, self.heard[connection] = (self.heard.get(connection, b"") + said).split(b"\n")
         for line in lines:
             message = json.loads(line)
-            if connection is self.kept:
+            if connection is self.kept and "state" in message:
+                self.state = message["state"]
+            elif connection is self.kept:
                 self._begin(message)
             elif "stop" in message:
                 self._ask(message["stop"])
@@ -310,6 +323,10 @@ class _Log:
         if self._of_terminal:
             whole, end, self._unended = (self._unended + block).rpartition(b"\n")
             block = _readable(whole) + end
+            if len(self._unended) >= LONGEST_LINE:  # of a bar, what it wrote over goes; the rest is kept as it is
+                _, bar, self._unended = self._unended.rstrip(b"\r").rpartition(b"\r")
+                if not bar:
+                    block, self._unended = block + _readable(self._unended), b""
         while block:
             block = block[os.write(self._descriptor, block) :]
 

@@ -180,6 +180,7 @@ class Report:
         self._samples = steps_of(config.batch)
         self._steps = 0
         self._warned_of_grace = False
+        self._warned_of_status = False
         self._step_seconds = 0.0
         self._steady_seconds = 0.0
         self._steady_samples = 0
@@ -370,8 +371,9 @@ class Report:
                 max_steps=self._config.schedule.max_steps,
             )
         except OSError as error:
-            if not is_full(error):  # the one before stays
-                raise
+            if not is_full(error) and not self._warned_of_status:  # the one before stays
+                self._warned_of_status = True
+                self.say(f"warning: status.json is not written: {error}; the run goes on")
 
 
 def peak_memory_bytes() -> int:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pretrain.sharing import Sharing
     from pretrain.state import TrainState
 
+MET_WHILE_IT_RAN = "met when the attempt had begun"  # a note on an OSError: nothing that was given is to blame
+
 
 @dataclass
 class Receipt:
@@ -67,4 +69,6 @@ class Receipt:
         except BaseException as error:
             with suppress(OSError):  # a full disk, most likely: then what is raised has said so
                 self.write("failed", " ".join(f"{type(error).__name__}: {error}".split()))
+            if isinstance(error, OSError):
+                error.add_note(MET_WHILE_IT_RAN)
             raise

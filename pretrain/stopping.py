@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Protocol, TypeVar
@@ -117,8 +118,9 @@ class StopRequest:
 
     def wanted(self, *, before_step: bool = False) -> bool:
         """Whether this rank wants to stop here; `before_step`: where otherwise a step would follow."""
-        if self.reason is None and self.stop_file.exists():
-            self.reason = f"the file {self.stop_file}"
+        with suppress(OSError):  # a file system that does not answer asks for nothing
+            if self.reason is None and self.stop_file.exists():
+                self.reason = f"the file {self.stop_file}"
         if self.reason is None and self.deadline is not None and self.deadline.is_near(before_step=before_step):
             self.reason = "--max-minutes"
         return self.reason is not None

@@ -8,21 +8,36 @@ import os
 import pty
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launch.command import Launch
+from launch.ending import End
+from launch.hosts import Host
+from launch.lifelines import Known, Lifelines
 from launch.running import run_once
+from pretrain.keeper import _Log
 
 ROOT = Path(__file__).resolve().parents[2]
-# A rank as `pretrain run` begins: its keeper first, then an attempt with a log, then a line of the test's.
+# A rank as `pretrain run` begins: its keeper first, then an attempt with a log, then a line of the test's. It says by
+# `ends` how that went.
 RANK = """
-import os, pathlib, resource, signal, socket, sys, time
+import json, os, pathlib, resource, signal, socket, sys, time
 from pretrain.keeper import keep
+def ends(state):
+    (folder / "receipts").mkdir(exist_ok=True)
+    receipt = {"attempt": 1, "rank": rank, "state": state}
+    (folder / "receipts" / f"rank-{rank:05d}.json").write_text(json.dumps(receipt))
+    kept.ended(state)
 folder, rank, words = pathlib.Path(sys.argv[1]), int(os.environ["RANK"]), sys.argv[2]
 kept = keep(os.environ)
 print("before it has a log", flush=True)
@@ -80,6 +95,8 @@ OTHER = "sys.exit('error: rank 1 (b) has another program than rank 0 (a): its co
         (KEEPER, 1, "rank 0 vanished without a word"),
         ("sys.exit(7)", 7, "rank 0 failed with code 7"),
         ("early = sys.exit('error: bad')", 1, "it ended before its first step"),
+        ("os._exit(0)", 1, "rank 0 left in the middle of the run, with code 0"),
+        ("ends('failed')", 1, "rank 0 left in the middle of the run, with code 0"),
     ],
 )
 def test_what_a_rank_met_is_told_last_with_its_cause(tmp_path, capfd, words, code, says):
@@ -112,6 +129,12 @@ def test_the_first_failure_counts_and_not_who_lost_another_rank(tmp_path, capfd)
     assert (tmp_path / "logs" / "attempt-1" / "rank-00002.log").read_text() == "before it has a log\na line\n"
 
 
+def test_a_rank_that_left_before_the_run_began_made_no_success(tmp_path, capfd):
+    """By a signal that nobody sent to `launch run`, say."""
+    assert run_once(launch(tmp_path, "early = os._exit(0)"), os.environ)[0] == 1
+    assert "it ended before its first step" in last_line(capfd.readouterr().err)
+
+
 def test_bad_input_that_a_rank_has_told_of_is_not_told_twice(tmp_path, capfd):
     words = "early = print('error: no such thing', file=sys.stderr); sys.exit(2)"
     assert run_once(launch(tmp_path, words), os.environ)[0] == 2
@@ -119,7 +142,9 @@ def test_bad_input_that_a_rank_has_told_of_is_not_told_twice(tmp_path, capfd):
 
 
 STOPPED = "import threading; asked = threading.Event(); kept.heed(lambda why: (print('asked by', why), asked.set())); "
-STOPPED += "print('ready', flush=True); asked.wait(); print('saved')"
+STOPPED += "print('ready', flush=True); (folder / 'ready').touch(); asked.wait(); print('saved'); "
+STOPPED += "ends('stopped')"
+SLOW = STOPPED.replace("print('saved')", "time.sleep(0.5); print('saved')")
 CALLER = """
 import os, sys
 from pathlib import Path
@@ -178,7 +203,7 @@ def test_on_a_terminal_rank_0_has_a_terminal_and_a_log_of_plain_lines(tmp_path):
     words = "print(os.isatty(2), os.get_terminal_size(2).columns); "
     words += (
         r"print('\x1b[31mstep 1\x1b[0m\r\x1b[2Kstep 2', end='', flush=True); "
-        r"print('\r\x1b[2Ka line\nstep 3\n', end='')"
+        r"print('\r\x1b[2Ka line\nstep 3\n', end=''); ends('finished')"
     )
     ours, its = pty.openpty()
     subprocess.run(["stty", "cols", "123"], stdin=its, check=True)
@@ -198,29 +223,189 @@ def test_on_a_terminal_rank_0_has_a_terminal_and_a_log_of_plain_lines(tmp_path):
     assert log.read_text() == "before it has a log\nTrue 123\na line\nstep 3\n"
 
 
-def test_strangers_are_not_taken_for_ranks():
-    import socket
+def receipt_of(folder: Path, rank: int = 0) -> str:
+    return json.loads((folder / "receipts" / f"rank-{rank:05d}.json").read_text())["state"]
 
-    from launch.lifelines import Lifelines
 
-    lines = Lifelines("127.0.0.1")
-    address, port, identity = re.match(r"(.*):(\d+)/(.*)", lines.environment["ZEROHALF_LAUNCHER"]).groups()
-    hello = {"rank": 0, "host": "h", "pid": 1}
-    said = [b"GET / HTTP/1.0\r\n\r\n", json.dumps({"id": "x", **hello}).encode() + b"\n", b"[]\n", b"{}\n"]
-    strangers = [socket.create_connection((address, int(port))) for _ in said]
-    for stranger, words in zip(strangers, said, strict=True):
-        stranger.sendall(words)
-    ours = socket.create_connection((address, int(port)))
-    ours.sendall(json.dumps({"id": identity, **hello}).encode() + b"\n")
-    deadline = time.monotonic() + 60
-    while (len(lines._heard) > 1 or not lines.connected) and time.monotonic() < deadline:
-        lines.serve(0.1)
-    assert list(lines.known) == [0]
-    assert all(stranger.recv(1) == b"" for stranger in strangers)
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("place", ["a pipe that nobody reads any more", "/dev/full"])
+def test_a_run_is_saved_where_there_is_no_place_to_print(tmp_path, place):
+    """A Ctrl-C ends the `tee` behind a run first."""
+    with Path("/dev/full").open("wb") as full:
+        process = caller(tmp_path, SLOW, stderr=full if place == "/dev/full" else subprocess.PIPE)
+    wait_for(tmp_path / "ready")
+    if process.stderr is not None:
+        process.stderr.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 0
+    assert receipt_of(tmp_path) == "stopped"
+
+
+def test_bad_input_is_code_2_where_there_is_no_place_to_say_so():
+    argv = [sys.executable, "-m", "launch", "run", "nowhere.toml"]
+    with Path("/dev/full").open("wb") as full:
+        assert subprocess.run(argv, cwd=ROOT, stderr=full).returncode == 2
+
+
+@pytest.mark.parametrize("place", ["Watch.look", "Lifelines.serve"])
+def test_a_fault_of_launch_run_itself_lets_ranks_save_first(tmp_path, place):
+    fault = "real = running.PLACE\ndef fault(*words):\n    if not Path(sys.argv[3], 'ready').exists():\n"
+    fault += "        return real(*words)\n    raise RuntimeError('of its own')\nrunning.PLACE = fault\n"
+    argv = [sys.executable, "-c", CALLER.replace("argv =", fault.replace("PLACE", place) + "argv =")]
+    done = subprocess.run([*argv, *launch(tmp_path, SLOW).argv[2:]], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "RuntimeError: of its own" in done.stderr
+    assert "saved\n" in done.stderr
+    assert receipt_of(tmp_path) == "stopped"
+
+
+def test_ranks_without_their_launcher_save_and_stop(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("launch.running.NOTICE_SECONDS", 0.2)
+    stat = "pathlib.Path(f'/proc/{os.getppid()}/stat').read_text().rpartition(')')[2].split()[1]"
+    killed = SLOW.replace("asked.wait()", f"os.kill(int({stat}), signal.SIGKILL); asked.wait()")
+    assert run_once(launch(tmp_path, killed), os.environ) == (137, False)
+    told = capfd.readouterr().err
+    assert "asked by the end of what had started this rank\n" in told
+    assert "(code 137): what had started the ranks (deepspeed) was killed by SIGKILL while they ran" in last_line(told)
+    assert "so they saved and stopped" in last_line(told)
+    assert receipt_of(tmp_path) == "stopped"
+
+
+def test_a_line_without_an_end_comes_in_pieces(tmp_path, capfd):
+    endless = "os.write(1, b'x' * 300_000); ends('finished')"
+    assert run_once(launch(tmp_path, "ends('finished')", endless), os.environ)[0] == 0
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("[rank 1] x")]
+    assert len(lines) == 5
+    assert sum(line.count("x") for line in lines) == 300_000
+    assert (tmp_path / "logs" / "attempt-1" / "rank-00001.log").read_text().count("x") == 300_000
+
+
+def test_the_log_of_a_terminal_does_not_keep_a_line_without_an_end(tmp_path):
+    log = _Log(tmp_path / "log", of_terminal=True)
+    for _ in range(100):
+        log.write(b"\rstep 1" + b"." * 4096)
+    assert len(log._unended) < 2**17
+    log.write(b"\rstep 2\n" + b"x" * 2**17)
+    assert (tmp_path / "log").read_bytes() == b"step 2\n" + b"x" * 2**17
+
+
+class Lines:
+    """The listening end for ranks 0 to 2, and connections to it."""
+
+    def __init__(self) -> None:
+        self.end = Lifelines("127.0.0.1", range(3))
+        match = re.fullmatch(r"(.*):(\d+)/(.*)", self.end.environment["ZEROHALF_LAUNCHER"])
+        self.place, self.identity = (match[1], int(match[2])), match[3].encode() + b"\n"
+        self.open: list[socket.socket] = []
+
+    def connect(self, words: bytes = b"", *, rank: int | None = None) -> socket.socket:
+        """With `rank`, as its keeper does."""
+        self.open.append(socket.create_connection(self.place))
+        hello = json.dumps({"rank": rank, "host": "h", "pid": 1}).encode() + b"\n"
+        self.open[-1].sendall((b"" if rank is None else self.identity + hello) + words)
+        return self.open[-1]
+
+    def serve_until(self, true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not true():
+            assert time.monotonic() < deadline
+            self.end.serve(0.05)
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    opened = Lines()
+    yield opened
+    for connection in opened.open:
+        connection.close()
+    opened.end.close()
+
+
+def test_strangers_are_not_taken_for_ranks(lines):
+    hello = b'{"rank": 0, "host": "h", "pid": 1}\n'
+    said = [
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"x" * 32 + b"\n" + hello,
+        b"[]\n",
+        b"{}\n",
+        b"[" * 100_000 + b"\n",
+        b"x" * 10_000,
+    ]
+    said += [lines.identity + words for words in (b"[" * 100_000 + b"\n", b"5\n", b'{"rank": 1e999}\n', b"{}\n")]
+    said += [lines.identity + hello.replace(b"0", rank) for rank in (b"3", b"-1")]
+    strangers = [lines.connect(words) for words in said]
+    ours = lines.connect(rank=0)
+    lines.serve_until(lambda: lines.end.connected and len(lines.end._lines) == 1)
+    assert list(lines.end.known) == [0]
+    for stranger in strangers:
+        with suppress(ConnectionResetError):  # some of its words were not read
+            assert stranger.recv(1) == b""
     ours.close()
-    while lines.connected and time.monotonic() < deadline:
-        lines.serve(0.1)
-    assert lines.first_failure() is lines.known[0]
-    for one in strangers:
-        one.close()
-    lines.close()
+    lines.serve_until(lambda: not lines.end.connected)
+    assert lines.end.first_failure() is lines.end.known[0]
+
+
+def test_a_rank_is_taken_once(lines):
+    lines.connect(rank=0)
+    lines.serve_until(lambda: lines.end.connected)
+    impostor = lines.connect(b'{"code": 0, "state": "finished", "said": ""}\n', rank=0)
+    lines.serve_until(lambda: len(lines.end._lines) == 1 and lines.end.serve(0.2) is None)
+    with suppress(ConnectionResetError):
+        assert impostor.recv(1) == b""
+    assert lines.end.known[0].ended_at is None
+
+
+@pytest.mark.parametrize("words", [b'{"code": 1e999, "said": ""}', b'{"code": 99999, "said": ""}', b"[" * 100_000])
+def test_words_that_are_none_end_their_line_alone(lines, words):
+    lines.connect(rank=1)
+    lines.connect(words + b"\n", rank=0)
+    lines.serve_until(lambda: len(lines.end.known) == 2 and len(lines.end._lines) == 1)
+    assert lines.end.known[1].ended_at is None
+
+
+def test_what_ranks_say_cannot_steer_a_terminal(lines):
+    said = "a line\n\x1b]0;title\x07\x9b2J\u202eb\tc"
+    lines.connect(json.dumps({"code": 1, "said": said}).encode() + b"\n", rank=0)
+    lines.serve_until(lambda: any(one.failed for one in lines.end.known.values()))
+    assert lines.end.known[0].said == "a line\n�]0;title��2J�b\tc"
+
+
+def test_a_newcomer_that_has_left_hears_no_order(lines):
+    lines.end.stop("the test")
+    for rank in range(3):
+        connection = lines.connect(rank=rank)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it resets
+        connection.close()
+    lines.connect(rank=None)
+    lines.serve_until(lambda: len(lines.end._lines) == 1)
+
+
+def test_strangers_leave_room_for_ranks(lines, monkeypatch):
+    lines.end._most_strangers = 4
+    for _ in range(20):
+        lines.connect()
+    lines.connect(rank=0)
+    lines.serve_until(lambda: lines.end.connected)
+    assert len(lines.end._lines) <= 5
+    monkeypatch.setattr("launch.lifelines.STRANGER_SECONDS", 0.0)
+    lines.serve_until(lambda: len(lines.end._lines) == 1)
+    assert lines.end.connected
+
+
+def test_a_receipt_that_is_told_counts_for_a_rank_on_another_machine_alone(tmp_path, capsys):
+    told = {rank: Known(rank, "h", 1, attempt=1, state="finished", code=0, ended_at=1.0) for rank in (0, 1)}
+    hosts = (Host("localhost", 1), Host("192.0.2.1", 1))
+    launched = Launch((), {}, tmp_path, 2, {}, hosts)
+    receipts = {0: {"state": "finished"}}
+    assert End(0, True, 0, receipts, known=told).verdict(launched, {}) == 0
+    assert End(0, True, 0, {}, known=told).verdict(launched, {}) == 1
+    assert End(0, True, 0, receipts, known=told).verdict(Launch((), {}, tmp_path, 2, {}), {}) == 1
+    assert End(0, True, 0, {**receipts, 1: {"state": "failed"}}, known=told).verdict(launched, {}) == 1
+    assert End(0, True, 0, receipts, known={1: replace(told[1], state=None)}).verdict(launched, {}) == 1
+    capsys.readouterr()

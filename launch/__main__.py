@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from launch.command import Launch, prepare
 from launch.errors import LaunchError
 from launch.restarts import run as run_again
 from launch.restarts import start, wishes
+from launch.saying import unfailing
 from launch.where import Where
 
 PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
@@ -153,8 +155,10 @@ def run(
             resume="auto" if again and resume == "never" else resume,
             changes=change or (),
             environ=os.environ,
-            check_data=not dry_run,
+            dry_run=dry_run,
             force=force,
+            restarts=restarts,
+            elastic=elastic,
             max_minutes=max_minutes,
             grace_seconds=grace_seconds,
             timeout_minutes=timeout_minutes,
@@ -286,6 +290,7 @@ def slurm(
         print(text, end="")
     else:
         write(text, output)
+        print(f"sbatch {shlex.quote(str(output))}")
     (run_directory / "logs").mkdir(parents=True, exist_ok=True)  # SLURM makes none, and a job without a log is silent
 
 
@@ -382,9 +387,7 @@ def stop(
     run: Run,
     deadline: Annotated[
         float | None,
-        typer.Option(
-            "--deadline", min=0, metavar="SECONDS", help="Behind so many, end it at once; wait for it if not given."
-        ),
+        typer.Option("--deadline", metavar="SECONDS", help="Behind so many, end it at once; wait for it if not given."),
     ] = None,
 ) -> None:
     """Have a run save its last whole step and stop, and wait for that; Ctrl-C ends the waiting alone.
@@ -425,6 +428,7 @@ def main() -> None:
     """Run a verb. What a user can cause is one line on stderr and exit code 2; Ctrl-C is 130, a closed pipe 1."""
     if sys.stderr is None:  # as `2>&-` leaves it; print would take stdout for it
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8", errors="replace")  # noqa: SIM115
+    sys.stderr = unfailing(sys.stderr)
     _refuse_impostors()
     if isinstance(sys.stdout, io.TextIOWrapper):  # file names and texts may hold what it can't show
         sys.stdout.reconfigure(errors="backslashreplace")

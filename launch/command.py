@@ -19,7 +19,7 @@ from typing import Any
 
 from launch.addresses import LOOPBACK, free_port, meeting_address, quiet_ports, refuse_taken
 from launch.devices import visible_gpus
-from launch.environment import asked_for, looks_secret, passed_on, shown, to_text
+from launch.environment import MASK, asked_for, looks_secret, passed_on, shown, to_text
 from launch.errors import LaunchError
 from launch.hosts import Host
 from launch.planning import as_argument, described, plan_recipe
@@ -85,6 +85,8 @@ class Launch:
 
     def to_text(self) -> str:
         lines = [("command", shlex.join(self.argv)), ("environment", to_text(self.environment) or "nothing added")]
+        if any(map(looks_secret, self.environment)):
+            lines.append(("", f"ranks get the values that are shown as {MASK}"))
         if self.is_remote:
             lines.append(("passed on", to_text(self.passed) or "nothing"))
         if self.hosts:
@@ -104,8 +106,10 @@ def prepare(
     resume: str,
     changes: Sequence[str] = (),
     environ: Mapping[str, str],
-    check_data: bool = False,
+    dry_run: bool = False,
     force: bool = False,
+    restarts: int = 0,
+    elastic: str | None = None,
     max_minutes: float | None = None,
     grace_seconds: float | None = None,
     timeout_minutes: float | None = None,
@@ -113,7 +117,8 @@ def prepare(
     """Plan the recipe and build the command. LaunchError: the recipe's own error line, or what is missing here.
 
     What does not fit this machine's devices is refused, with `force` it is a warning. The port is free when this is
-    called. `max_minutes`, `grace_seconds` and `timeout_minutes` are the run's.
+    called. `dry_run`: no other machine is asked. `restarts` and `elastic` only stand in the command that goes on.
+    `max_minutes`, `grace_seconds` and `timeout_minutes` are the run's.
     """
     limits = {"--max-minutes": max_minutes, "--grace-seconds": grace_seconds, "--timeout-minutes": timeout_minutes}
     for option, given in limits.items():
@@ -131,8 +136,8 @@ def prepare(
         raise LaunchError(f"{option}: only {len(gpus)} GPUs are visible and each rank needs its own")
     directory = run_directory if run_directory is not None else Path("runs") / recipe.stem
     plan = plan_recipe(
-        recipe, world_size, overrides, check_data=check_data and own > 0, force=force,
-        memory=("--device-memory", "auto") if own else (), ranks_here=own if hosts and own else None,
+        recipe, world_size, overrides, check_data=own > 0, force=force,
+        memory=("--device-memory", "auto") if own else (), ranks_here=own or None,
         run=directory if own else None, resume=resume, changes=changes,
     )  # fmt: skip
     options = [word for override in overrides for word in ("--set", override)]
@@ -142,26 +147,32 @@ def prepare(
     trained = [as_argument(recipe), "--run", str(directory), "--resume", resume, *options]
     words = ["python", "-m", "launch", "run", as_argument(recipe), *_where_words(where, world_size)]
     words += ["--run", str(directory)]
+    words += ["--resume", resume] if resume not in ("auto", "never") else []  # never would refuse what it has saved
+    words += ["--restarts", str(restarts)] if restarts else []
+    words += ["--elastic", elastic] if elastic is not None else []
     command = shlex.join([*words, *options])
+    # What goes on with a run on this machine alone its ranks can say by themselves, but for these options.
+    starter = ["--started-by", command] if restarts or where != Where(ranks=where.ranks) else []
     added = {**(added_environment(bool(gpus), own, {**environ, **asked}) if own else {}), **asked}
     passed: dict[str, str] = {}
     if hosts and where.node_rank is None:
         refuse_missing(launcher)
-        if check_data and launcher == "pdsh":
+        if not dry_run and launcher == "pdsh":
             refuse_unreachable(hosts)
         passed = passed_on(environ, added, asked)
         warn_of_unread(Path.home(), Path.cwd())
         added = {}
-        argv = through_runner(where, launcher, hosts, [*trained, "--started-by", command], passed)
+        argv = through_runner(where, launcher, hosts, [*trained, *starter], passed)
     elif hosts or launcher == "torchrun":
-        argv = by_hand(where, launcher, hosts or (Host("localhost", world_size),), gpus, trained, command)
+        argv = by_hand(where, launcher, hosts or (Host("localhost", world_size),), gpus, [*trained, *starter])
     else:
         port = where.master_port if where.master_port is not None else free_port()
         if where.master_port is not None:
             refuse_taken(port)
         argv = [str(deepspeed_script()), *devices(gpus, world_size), "--master_port", str(port)]
         argv += ["--hostfile", os.devnull] if JOB_HOSTFILE.exists() else []  # that is for several machines
-        argv += ["--log_level", "critical", "--module", "pretrain", "run", *trained]  # launch says what happened
+        argv += ["--log_level", "critical", "--module", "pretrain", "run"]  # launch says what happened
+        argv += [*trained, *starter]
     return Launch(
         tuple(argv), added, directory, world_size, plan, hosts, where.node_rank, launcher, passed, command
     )  # fmt: skip
@@ -221,7 +232,7 @@ def through_shell(word: str) -> str:
 
 
 def by_hand(
-    where: Where, launcher: str, hosts: Sequence[Host], gpus: Sequence[int], trained: Sequence[str], command: str
+    where: Where, launcher: str, hosts: Sequence[Host], gpus: Sequence[int], trained: Sequence[str]
 ) -> list[str]:
     """What starts this node's own ranks, where each node is given the same command, or where there is but one."""
     node_rank, alone = where.node_rank or 0, where.node_rank is None
@@ -229,7 +240,6 @@ def by_hand(
     port = where.master_port or (free_port() if alone else DEFAULT_PORT)
     if node_rank == 0 and (where.master_port is not None or not alone):
         refuse_taken(port)
-    trained = [*trained, *([] if alone else ["--started-by", command])]
     if launcher == "torchrun":
         slots = {host.slots for host in hosts}
         if len(slots) > 1:

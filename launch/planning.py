@@ -59,7 +59,8 @@ def plan_recipe(
 
 def described(plan: dict[str, Any], ranks: int) -> list[tuple[str, str]]:
     """What a plan says that a person wants to read before a start: label and text."""
-    batch = f"{plan['micro_batch_size']} × {plan['gradient_accumulation_steps']} micro-steps × {ranks} ranks"
+    steps = plan["gradient_accumulation_steps"]
+    batch = f"{plan['micro_batch_size']} × {counted(steps, 'micro-step')} × {counted(ranks, 'rank')}"
     tokens = f"{plan['tokens_per_step']:,} tokens a step"
     lines = [("effective batch", f"{plan['global_batch_size']} sequences = {batch}, {tokens}")]
     verdict = plan.get("verdict")
@@ -74,7 +75,13 @@ def described(plan: dict[str, Any], ranks: int) -> list[tuple[str, str]]:
         lines.append(("data", f"{plan['data']['path']}, tokenizer {plan['data']['tokenizer']}"))
     if "resume" in plan:
         lines.append(("checkpoint", _resumed(plan["resume"])))
+        lines += [("", line) for line in (plan["resume"] or {}).get("told", ())]
     return lines
+
+
+def counted(number: int, what: str) -> str:
+    """ "1 rank", "2 ranks"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _resumed(found: Mapping[str, Any] | None) -> str:
@@ -84,6 +91,6 @@ def _resumed(found: Mapping[str, Any] | None) -> str:
     words = [f"{found['checkpoint']}, step {found['global_step']:,}"]
     if found.get("converted"):
         earlier = found["written_by"]
-        words.append(f"converted from {earlier['world_size']} ranks under ZeRO-{earlier['zero_stage']}")
-    words += [f"other {one['name']}" for one in found.get("changes", [])]
+        words.append(f"converted from {counted(earlier['world_size'], 'rank')} under ZeRO-{earlier['zero_stage']}")
+    words += [f"part {found['part']}, the machines must hold the rest between them"] if "part" in found else []
     return "; ".join(words)

@@ -78,10 +78,17 @@ def newest_attempt(run: Path) -> Record:
     """The attempt that began last. LaunchError: none was started there, or it cannot be told."""
     path = run / "environment.json"
     if not path.exists():
-        raise LaunchError(f"{run} is no run directory: nothing was started there (no environment.json)")
+        raise LaunchError(
+            f"{run} is no run directory: nothing was started there (no environment.json); if it was started "
+            "just now, wait for its plan"
+        )
     said = parsed(path)
     attempts = said.get("attempts") if isinstance(said, dict) else None
-    last = checked(attempts[-1], ATTEMPT, {"hostname": text}) if isinstance(attempts, list) and attempts else None
+    last = (
+        checked(attempts[-1], ATTEMPT, {"hostname": text, "first_host": text})
+        if isinstance(attempts, list) and attempts
+        else None
+    )
     if last is None:
         raise LaunchError(f"{path} is damaged, its last attempt cannot be read: bring it back from a copy of the run")
     return last

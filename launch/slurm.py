@@ -151,7 +151,15 @@ def prepare_script(
     if device_memory == "auto":
         raise LaunchError("--device-memory auto would be this machine's: give the SIZE a rank will have, as in 80GB")
     plan = plan_recipe(
-        recipe, request.ranks, overrides, check_data=check_data, force=force, memory=memory, run=run, changes=changes
+        recipe,
+        request.ranks,
+        overrides,
+        check_data=check_data,
+        force=force,
+        memory=memory,
+        ranks_here=request.per_node,
+        run=run,
+        changes=changes,
     )
     arguments = [word for override in overrides for word in ("--set", override)]
     arguments += [word for name in changes for word in ("--change", name)]

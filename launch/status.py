@@ -64,6 +64,9 @@ class Status:
     sign_seconds: float | None  # the age of the newest sign of life of any rank
     ranks: tuple[RankStatus, ...]
     resume: str | None
+    first_host: (
+        str | None
+    )  # the machine that has status and metrics, where that is another: then `ranks` are those here
 
     @property
     def lives(self) -> bool:
@@ -90,6 +93,7 @@ class Status:
             "late": [one.rank for one in self.late],
             "ranks": [vars(one) for one in self.ranks],
             "resume": self.resume,
+            "first_host": self.first_host,
         }
 
     def to_text(self) -> str:
@@ -99,10 +103,19 @@ class Status:
             f"progress  {self._progress()}",
             f"rate      {self._rate()}",
         ]
+        if self.first_host is not None:
+            lines.append(f"note      {self.elsewhere}")
         lines += [f"late      rank {one.rank} of {one.host or 'an unknown host'}: {one.late}" for one in self.late]
         if self.resume is not None:
             lines.append(f"resume    {self.resume}")
         return "\n".join([*lines, "", *_table(self.ranks)])
+
+    @property
+    def elsewhere(self) -> str:
+        return (
+            f"status, rate and all receipts lie on {self.first_host}: ask there; here are this machine's ranks alone, "
+            "which share no run directory with it"
+        )
 
     def _state_in_words(self) -> str:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
@@ -121,6 +134,8 @@ class Status:
         return f"step {self.step:,} of {self.max_steps:,}, {self.step / self.max_steps:.1%}"
 
     def _rate(self) -> str:
+        if self.first_host is not None:
+            return f"told on {self.first_host}"
         if self.tokens_per_second is None:
             return "no step of this attempt was measured yet"
         words = f"{self.tokens_per_second:,.0f} tokens/s over the last steps"
@@ -137,14 +152,20 @@ def read(run: Path, now: float | None = None) -> Status:
     said = records.status(run, attempt) or {"state": "starting"}  # it has begun, and says nothing yet
     receipts = records.receipts(run, attempt)
     ranks = tuple(_ranks(last["world_size"], records.signs(run, attempt), receipts, now))
+    first_host = last["first_host"]
+    if first_host is not None:
+        ranks = tuple(one for one in ranks if one.ended or one.sign_seconds is not None)
     signs = [one.sign_seconds for one in ranks if one.sign_seconds is not None]
     ages = [*signs, *([now - records.seconds(said["updated_at"])] if said.get("updated_at") is not None else [])]
     silent = min([*ages, now - records.seconds(last["started_at"])]) > max(
         [SILENT_SECONDS, *(one.patience_seconds for one in ranks)]
     )
     state = _state(said["state"], ranks, silent=silent)
+    if first_host is not None and state == "starting" and any(one.step for one in ranks):
+        state = "running"
     steps = _recent_steps(run, attempt)
-    step = max([said.get("global_step", 0), *(one["step"] for one in steps)])
+    known = [one.step or 0 for one in ranks] if first_host is not None else []
+    step = max([said.get("global_step", 0), *known, *(one["step"] for one in steps)])
     seconds = sum(one["step_seconds"] for one in steps)
     tokens = sum(one["tokens_per_second"] * one["step_seconds"] for one in steps)
     max_steps = said.get("max_steps")
@@ -158,7 +179,7 @@ def read(run: Path, now: float | None = None) -> Status:
         attempt=attempt,
         world_size=last["world_size"],
         started_at=last["started_at"],
-        hostname=last["hostname"],
+        hostname=first_host or last["hostname"],
         step=step,
         max_steps=max_steps,
         loss=steps[-1]["loss"] if steps else None,
@@ -167,6 +188,7 @@ def read(run: Path, now: float | None = None) -> Status:
         sign_seconds=min(ages, default=None),
         ranks=ranks,
         resume=next((one["resume"] for one in receipts.values() if one["resume"]), None),
+        first_host=first_host,
     )
 
 

@@ -8,6 +8,7 @@ instant they began at, here directly and on other nodes over ssh. Whatever start
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -64,6 +65,7 @@ def stop(run: Path, deadline_seconds: float | None) -> int:
 def _not_running(status: Status, deadline_seconds: float | None) -> int:
     if status.state != "silent":
         _say(f"{status.run} is not running: attempt {status.attempt} {_how(status)} at step {status.step:,}")
+        _say_where(status)
         return 0
     if deadline_seconds is not None:
         return _end(status)
@@ -83,7 +85,13 @@ def _ended(status: Status, seconds: float) -> int:
             _say(f"rank {one.rank} {one.state}" + (f": {one.reason}" if one.reason else ""))
     if status.resume is not None and well:
         _say(f"resume with {status.resume}")
+    _say_where(status)
     return 0 if well else 1
+
+
+def _say_where(status: Status) -> None:
+    if status.first_host is not None:
+        _say(status.elsewhere)
 
 
 def _how(status: Status) -> str:
@@ -95,7 +103,13 @@ def _doing(status: Status) -> str:
     groups: dict[str, list[int]] = {}
     for one in status.ranks:
         groups.setdefault(one.state, []).append(one.rank)
-    return f"step {status.step:,}; {', '.join(f'{_numbers(ranks)}: {state}' for state, ranks in groups.items())}"
+    doing = ", ".join(f"{_numbers(ranks)}: {_do(state, len(ranks))}" for state, ranks in groups.items())
+    return f"step {status.step:,}; {doing}"
+
+
+def _do(state: str, ranks: int) -> str:
+    """What a rank does, of several: "saves" of one, "save" of two."""
+    return state if ranks == 1 else re.sub(r"^(start|wait|train|evaluate|save|end)s\b", r"\1", state)
 
 
 def _numbers(ranks: Sequence[int]) -> str:

@@ -188,22 +188,28 @@ def plan(
         from pretrain.changes import check_names
         from pretrain.inputs import Inputs
         from pretrain.resuming import preview, preview_text
-        from pretrain.run_directory import CheckpointError, RunDirectory
+        from pretrain.run_directory import CheckpointError, RunDirectory, RunDirectoryError, refuse_unusable
         from tokenizer.codec import TokenizerError
 
+        launched = "LOCAL_WORLD_SIZE" in os.environ or world_size == 1
         try:
+            refuse_unusable(directory)
             found = preview(
                 RunDirectory(directory).checkpoints, resume,
                 lambda computed: Inputs.check(config, world_size, computed).identity, check_names(change or ()),
+                alone=launched and ranks_here(os.environ, world_size) == world_size,
             )  # fmt: skip
             if found is None:
                 refuse_split_windows(starts, config.model.seq_len)
             report["resume"] = found
-            lines += ["", f"resume            {preview_text(found, world_size, made.stage)}"]
-        except (CheckpointError, DataFormatError, TokenizerError, RecipeError) as error:
+            told = preview_text(found, world_size, made.stage).replace("\n", "\n" + 18 * " ")
+            lines = [f"resume            {told}", "", *lines]
+        except (CheckpointError, DataFormatError, TokenizerError, RecipeError, RunDirectoryError) as error:
             refused = str(error)
             report["resume"] = {"refused": refused}
-    print(json.dumps(report, indent=2) if as_json else "\n".join(lines))
+            lines = []  # the error says it all
+    if as_json or lines:
+        print(json.dumps(report, indent=2) if as_json else "\n".join(lines))
     if refused is not None:
         raise typer.Exit(_complain(refused))
     if made.verdict is not None and memory is not None:
@@ -275,6 +281,7 @@ def run(
         kept.heed(stop.ask)
 
     from pretrain.config import RecipeError, load_recipe
+    from pretrain.run_directory import RunDirectoryError, refuse_unusable
 
     limits = {"--max-minutes": max_minutes, "--grace-seconds": grace_seconds, "--timeout-minutes": timeout_minutes}
     for option, given in limits.items():
@@ -282,7 +289,8 @@ def run(
             raise RecipeError(f"{option} {given:g}: must be more than 0")
     try:
         config = load_recipe(recipe, overrides or ())
-    except RecipeError as error:
+        refuse_unusable(path)
+    except (RecipeError, RunDirectoryError) as error:
         if os.environ.get("LOCAL_RANK") == "0":
             error.add_note("met by this machine, which reads a file of its own")
         raise
@@ -301,6 +309,7 @@ def run(
     from pretrain.fit import needed, too_big
     from pretrain.metrics import TrainingDivergedError
     from pretrain.out_of_memory import explain, is_out_of_memory
+    from pretrain.receipts import MET_WHILE_IT_RAN
     from pretrain.run_directory import RunDirectory
     from pretrain.runtime import Ranks, auto_compute, is_lost_peer, is_timeout, one_ranks_fault, pick_device
     from pretrain.saving import NotSavedError
@@ -331,10 +340,12 @@ def run(
     command = started_by or shlex.join(["python", "-m", *map(str, words)])
     timeout_minutes = timeout_minutes or TIMEOUT_MINUTES
     try:
-        train(
+        outcome = train(
             config, path, ranks, resume=resume, stop=stop, grace_seconds=grace_seconds,
             timeout_minutes=timeout_minutes, command=command, kept=kept, changes=changes,
         )  # fmt: skip
+        if kept is not None:
+            kept.ended(outcome)
     except TrainingDivergedError as error:
         _complain(str(error))
         raise typer.Exit(1) from None
@@ -345,6 +356,9 @@ def run(
             saved = RunDirectory(path).checkpoints
             line = explain(error, config, ranks.world_size, need, compute, device, saved)
             raise typer.Exit(_complain(line, on_every_rank=True)) from None
+        if isinstance(error, OSError) and MET_WHILE_IT_RAN in getattr(error, "__notes__", ()):
+            _complain(str(error), on_every_rank=True)  # no input is to blame: the same command may well go on
+            raise typer.Exit(1) from None
         if not isinstance(error, RuntimeError) or not is_lost_peer(error):
             raise
         lost = "another rank is gone, and this one cannot go on without it"
@@ -625,7 +639,9 @@ def checkpoints(
         _print_checkpoints(found)
         for path in inventory.set_aside(directory):
             print(f"set aside by a resume, used for nothing: {path}")
-    if prune and not as_json:
+    if prune and not as_json and not going:
+        print("nothing to remove")
+    elif prune and not as_json:
         count = f"{len(going)} checkpoint{'' if len(going) == 1 else 's'}"
         size = f"{count}, {sum(one.bytes or 0 for one in going) / 1e6:,.1f} MB"
         names = "".join(f"\n  {one.path.name}" for one in going)
@@ -746,10 +762,18 @@ def _complain(message: str, *, on_every_rank: bool = False) -> int:
     """All ranks find the same fault in a command or a recipe, and one line is enough; a full disk is one rank's."""
     ranked = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()  # else RANK is a stranger's
     rank = os.environ["RANK"] if ranked else "0"
-    if rank == "0" or on_every_rank:
-        who = "" if rank == "0" else f"rank {rank}: "
+    if rank == "0" or on_every_rank or (ranked and _first_of_a_command()):
+        who = f"rank {rank}: " if on_every_rank and rank != "0" else ""
         print(f"error: {who}{' '.join(message.split())}", file=sys.stderr)
     return 2
+
+
+def _first_of_a_command() -> bool:
+    """Whether this is the first rank of a `launch run` on this machine, which may be one of several: rank 0 speaks on
+    its own one alone."""
+    from pretrain.keeper import VARIABLE
+
+    return os.environ["LOCAL_RANK"] == "0" and os.environ.get(VARIABLE, "").startswith("127.")
 
 
 def main() -> None:

@@ -124,7 +124,11 @@ def begin_attempts(
     attempt = sharing.ranks.on_first(lambda: write_down(directory, inputs, chosen, initial, pids, history))
     others = sharing.leads and sharing.home > 0
     sharing.on_leaders(
-        lambda: write_down(directory, inputs, chosen, initial, pids, history, attempt) if others else attempt
+        lambda: (
+            write_down(directory, inputs, chosen, initial, pids, history, attempt, sharing.host(0))
+            if others
+            else attempt
+        )
     )
     return attempt, chosen, initial
 
@@ -145,8 +149,12 @@ def write_down(
     pids: list[int],
     history: History,
     attempt: int | None = None,
+    first_host: str | None = None,
 ) -> int:
-    """Record a start of the command and what will run; gives its number, which follows unless it is given."""
+    """Record a start of the command and what will run; gives its number, which follows unless it is given.
+
+    `first_host`: the machine whose run directory has status and metrics, where that is another.
+    """
     recipe = to_toml(inputs.config)
     directory.attempts()  # damaged? then say so before anything is changed
     earlier = recipe
@@ -168,6 +176,7 @@ def write_down(
             "compute": inputs.compute,
             "recipe_changes": new_values(earlier, recipe),
             "changes": history.to_json(),
+            **({} if first_host is None else {"first_host": first_host}),
         },
         attempt,
     )

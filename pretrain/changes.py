@@ -11,6 +11,7 @@ the recipe needs to be true only from the last of them on. Weights and the optim
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -45,7 +46,11 @@ def check_names(names: Sequence[str]) -> tuple[str, ...]:
     """The names, each once. RecipeError for one that is none."""
     for name in names:
         if name not in NAMES:
-            raise RecipeError(f"--change {name}: there are {', '.join(NAMES)}; all else is as it was, or another --run")
+            like = difflib.get_close_matches(name, NAMES, 1)
+            meant = f"did you mean {like[0]}? There" if like else "there"
+            raise RecipeError(
+                f"--change {name}: {meant} are {', '.join(NAMES)}; all else is as it was, or another --run"
+            )
     return tuple(dict.fromkeys(names))
 
 
@@ -178,16 +183,9 @@ def refuse_other(path: Path, stored: Mapping[str, Any], ours: Mapping[str, Any],
             after(ours, history)
     except ValueError as error:
         raise CheckpointError(f"{path}: this recipe does not fit behind it: {error}") from None
-    for one in found:
-        if one.name is None:
-            raise CheckpointError(f"{path}{one.line}: {one.remedy}, or choose another --run{_hopeless(one, names)}")
-    missing = [one for one in found if one.name not in names]
+    missing = [one for one in found if one.name is None or one.name not in names]
     if missing:
-        wanted = options({*names, *(one.name for one in missing if one.name)})
-        raise CheckpointError(
-            f"{path}{missing[0].line}: {missing[0].remedy}, or choose another --run, "
-            f"or have it changed from step {stored['global_step']} on: {wanted}"
-        )
+        raise CheckpointError(_refusal(path, missing, names, stored["global_step"]))
     if not found:
         return history
     changed = {one.name for one in found}
@@ -202,10 +200,29 @@ def refuse_other(path: Path, stored: Mapping[str, Any], ours: Mapping[str, Any],
     return made
 
 
+def _refusal(path: Path, missing: Sequence[Difference], names: Collection[str], step: int) -> str:
+    """All differences that were not asked for, in one line: their values, and for each how to keep or to change it."""
+    free = {one.name for one in missing if one.name is not None}
+    if len(missing) == 1:
+        (one,) = missing
+        wanted = "" if one.name is None else f", or have it changed from step {step} on: {options({*names, one.name})}"
+        return f"{path}{one.line}: {one.remedy}, or choose another --run{wanted}{_hopeless(one, names)}"
+    told = []
+    for number, one in enumerate(missing, 1):
+        named = "" if one.name is None else f", or --change {one.name}"
+        told.append(f"({number}) {one.line.removeprefix(':').strip()}: {one.remedy}{named}{_hopeless(one, names)}")
+    changed = f"; each --change is one from step {step} on" if free else ""
+    given = options(names)
+    kept = f", beside {given}" if given and free else ""
+    return (
+        f"{path} is another run's in {len(missing)} things: {'; '.join(told)}; or choose another --run{changed}{kept}"
+    )
+
+
 def _hopeless(one: Difference, names: Collection[str]) -> str:
     """Why a field of the model cannot be changed, where that was asked for."""
     field = str(one.entry.get("name", "")).removeprefix("model.")
-    if "model" not in names or not one.entry:
+    if "model" not in names or not one.entry or one.name is not None:
         return ""
     if field == "rope_layout":
         return (

@@ -92,10 +92,12 @@ def host_share(ranks_here: int, *, alone: bool, root: Path = Path("/")) -> Devic
     """One rank's share of main memory where `ranks_here` ranks share it. `alone`: no other rank asks meanwhile."""
     host = host_memory(root)
     now = host.available_bytes + resident_bytes(root)  # what this process holds need not be found a second time
-    whole, source = (now, "available now") if alone and now < host.total_bytes else (host.total_bytes, host.source)
+    whole, source, scarce = host.total_bytes, host.source, alone and now < host.total_bytes
+    if scarce:
+        whole, source = now, f"available now of {show_size(host.total_bytes)}"
     share = whole // max(ranks_here, 1)
     shared = f"{ranks_here} ranks share " if ranks_here > 1 else ""
-    return DeviceMemory("cpu", share, f"{shared}{show_size(whole)} {source}", share, source == "available now")
+    return DeviceMemory("cpu", share, f"{shared}{show_size(whole)} {source}", share, scarce)
 
 
 def ranks_here(environ: Mapping[str, str], world_size: int) -> int:

@@ -655,12 +655,16 @@ def too_big(config: RunConfig, world_size: int, memory: DeviceMemory, need: Need
         return None
     proposal, smallest = shortest_changes(config, world_size, memory, compute)
     larger = "use more ranks or a larger device" if memory.kind == "cuda" else "use a machine with more memory"
+    if memory.occupied:
+        larger = f"wait until others free theirs, or {larger}"
     if proposal is not None:
         remedy = f"set {proposal.to_text()}, then it needs {_needs(proposal)}"
     elif smallest is not None and smallest.changes:
         remedy = f"even with {smallest.to_text()} it needs {_needs(smallest)}: {larger}"
     else:
         remedy = f"no change makes it smaller: {larger}"
+    if memory.occupied and larger not in remedy:
+        remedy += "; or wait until others free theirs"
     if need.total_bytes > memory.total_bytes:
         beside = "context" if memory.kind == "cuda" else "process"
         lacks = (

@@ -176,8 +176,9 @@ class Plan:
             f"ranks             {batch.world_size}",
             f"tokens per step   {batch.tokens_per_step:,} = {batch.global_batch_size} sequences × {batch.seq_len:,}"
             + padded,
-            f"accumulation      {batch.gradient_accumulation_steps} micro-steps = {batch.global_batch_size} / "
-            f"({batch.micro_batch_size} sequences × {batch.world_size} ranks)",
+            f"accumulation      {counted(batch.gradient_accumulation_steps, 'micro-step')} = "
+            f"{batch.global_batch_size} / "
+            f"({batch.micro_batch_size} sequences × {counted(batch.world_size, 'rank')})",
             *([f"batch ramp        {steps_of(self.config.batch).told()}"] if self.config.batch.ramp else []),
             f"steps             {schedule.max_steps:,}, the first {schedule.warmup_steps:,} of them warm-up",
             f"total tokens      {self.total_tokens:,}, {self.total_tokens / self.parameters:.1f} per parameter{padded}",
@@ -320,6 +321,11 @@ def plan(config: RunConfig, world_size: int, memory: DeviceMemory | None = None,
         rows=tuple(row(at_stage, accumulate) for at_stage in range(4) for accumulate in (half, "fp32")),
         verdict=None if memory is None else Verdict(Need.of(held, kind), memory, held.static_bytes),
     )
+
+
+def counted(number: int, what: str) -> str:
+    """ "1 rank", "2 ranks"."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def symbols(held: Budget) -> dict[str, str]:

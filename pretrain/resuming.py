@@ -10,7 +10,8 @@ from typing import Any
 
 from data_pipeline.durable import sync_folder
 from data_pipeline.history import History
-from pretrain.changes import mixture_of, refuse_other
+from data_pipeline.order import SampleOrder
+from pretrain.changes import after, mixture_of, refuse_other, told, unchanged
 from pretrain.checkpoint import (
     list_checkpoints,
     read_json,
@@ -19,6 +20,7 @@ from pretrain.checkpoint import (
     refuse_unhealthy,
     step_of,
     verify,
+    which_part,
 )
 from pretrain.config import Compute, refuse_split_windows
 from pretrain.run_directory import CheckpointError, write_text
@@ -64,23 +66,42 @@ def choose(
 
 
 def preview(
-    folder: Path, resume: str, identity: Callable[[Compute], Mapping[str, Any]], changes: Collection[str] = ()
+    folder: Path,
+    resume: str,
+    identity: Callable[[Compute], Mapping[str, Any]],
+    changes: Collection[str] = (),
+    *,
+    alone: bool = True,
 ) -> dict[str, Any] | None:
     """What `choose` would choose, JSON-able; None for a fresh start. In a moment: sizes are compared, no hashes.
 
-    Nothing is renamed. `identity` is this run's where "auto" computes in what it is given. CheckpointError as there.
+    Nothing is renamed. `identity` is this run's where "auto" computes in what it is given; `alone`: all ranks are on
+    this machine, so that a part of a checkpoint is none. CheckpointError as there.
     """
-    chosen = _chosen(folder, resume, lambda: _newest_by_size(folder), _refuse_by_size)
+    notes: list[str] = []
+
+    def refuse_unfit(path: Path) -> None:
+        _refuse_by_size(path)
+        if alone:
+            refuse_part(path)
+
+    chosen = _chosen(folder, resume, lambda: _newest_by_size(folder, notes, alone=alone), refuse_unfit)
     if chosen is None:
         return None
-    told: dict[str, Any] = {"checkpoint": str(chosen), "global_step": step_of(chosen)}
-    if "state.json" not in read_manifest(chosen)["files"]:  # another machine's part of it has it
-        return told
+    manifest = read_manifest(chosen)
+    part = which_part(manifest)
+    found: dict[str, Any] = {"checkpoint": str(chosen), "global_step": step_of(chosen), "told": notes}
+    found |= {} if part is None else {"part": part}
+    if "state.json" not in manifest["files"]:  # another machine's part of it has it
+        return found
     stored = read_json(chosen / "state.json")
     ours = identity(stored["precision"]["compute"])
-    made = refuse_other_run(chosen, ours, changes).made_at(stored["global_step"])
+    history = refuse_other_run(chosen, ours, changes)
+    made = history.made_at(stored["global_step"])
+    order = SampleOrder.of(after(ours, history)["order"])
     return {
-        **told,
+        **found,
+        "told": [*notes, *told(made, order), *unchanged(changes, history, made)],
         "tokens_seen": stored["tokens_seen"],
         "written_by": {name: stored[name] for name in SPREAD},
         "converted": converted_from(chosen, ours) is not None,
@@ -96,13 +117,12 @@ def preview_text(found: Mapping[str, Any] | None, world_size: int, zero_stage: i
     if found.get("converted"):
         earlier = found["written_by"]
         words.append(
-            f"written by {earlier['world_size']} ranks under ZeRO-{earlier['zero_stage']}, converted for {world_size} "
-            f"under ZeRO-{zero_stage}"
+            f"written by {earlier['world_size']} rank{'s' * (earlier['world_size'] != 1)} under "
+            f"ZeRO-{earlier['zero_stage']}, converted for {world_size} under ZeRO-{zero_stage}"
         )
-    for one in found.get("changes", []):
-        is_number = isinstance(one["to"], int | float)
-        words.append(f"{one['name']} {one['from']} → {one['to']}" if is_number else f"other {one['name']}")
-    return "; ".join(words)
+    if "part" in found:
+        words.append(f"part {found['part']}, the machines must hold the rest between them")
+    return "\n".join(["; ".join(words), *found["told"]])
 
 
 def _chosen(
@@ -164,12 +184,22 @@ def _refuse_by_size(path: Path) -> None:
     refuse_unhealthy(path)
 
 
-def _newest_by_size(folder: Path) -> Path | None:
+def _newest_by_size(folder: Path, notes: list[str], *, alone: bool) -> Path | None:
     candidates = list_checkpoints(folder)
+    parts: list[CheckpointError] = []
     for path in reversed(candidates):
         with suppress(CheckpointError):
             _refuse_by_size(path)
+            try:
+                if alone:
+                    refuse_part(path)
+            except CheckpointError as error:
+                parts.append(error)
+                continue
+            notes += [passed_over(part, path.name) for part in parts]
             return path
+    if parts:
+        raise parts[0]
     if candidates:
         raise CheckpointError(_none_whole(folder, candidates))
     return None

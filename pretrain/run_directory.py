@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import platform
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -54,6 +56,20 @@ def write_text(path: Path, text: str) -> None:
 def now() -> str:
     """This instant, UTC, ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def refuse_unusable(path: Path) -> None:
+    """Raise RunDirectoryError where no run directory can be made at `path`, or written to. Leaves nothing behind."""
+    nearest = next(one for one in (path, *path.absolute().parents) if os.path.lexists(one))
+    if not nearest.is_dir():
+        raise RunDirectoryError(f"{nearest} is no folder, so a run directory cannot be {path}: choose another --run")
+    try:
+        Path(tempfile.mkdtemp(prefix=".seen-", dir=nearest)).rmdir()
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{nearest} cannot be written to ({error.strerror or error}), so a run directory cannot be {path}: "
+            "choose another --run"
+        ) from None
 
 
 @dataclass

@@ -21,6 +21,8 @@ from launch.ending import End, newest_attempt, read_receipts, read_status
 from launch.errors import LaunchError
 from launch.oom_killer import oom_killer, oom_kills
 from launch.running import run_once
+from pretrain.run_directory import refuse_unusable
+from tests.command_line import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,10 +37,11 @@ def command(*arguments, **environment):
     )
 
 
-def test_a_dry_run_says_what_would_run_and_starts_nothing(tmp_path):
+def test_a_dry_run_says_what_would_run_and_starts_nothing(tmp_path, collection, tokenizer):
     directory = tmp_path / "run"
+    data = ("--set", f"data.path={collection}", "--set", f"data.tokenizer={tokenizer}")
     done = command(
-        *("pretrain/recipes/debug.toml", "--ranks", "2", "--run", str(directory), "--set", "seed=3"),
+        *("pretrain/recipes/debug.toml", "--ranks", "2", "--run", str(directory), *data, "--set", "seed=3"),
         *("--max-minutes", "55", "--dry-run", "--json"),
     )
     assert done.returncode == 0, done.stderr
@@ -49,7 +52,7 @@ def test_a_dry_run_says_what_would_run_and_starts_nothing(tmp_path):
     assert argv[3] == "--master_port"
     assert argv[5:] == [
         *("--log_level", "critical", "--module", "pretrain", "run", "pretrain/recipes/debug.toml"),
-        *("--run", str(directory), "--resume", "auto", "--set", "seed=3", "--max-minutes", "55"),
+        *("--run", str(directory), "--resume", "auto", *data, "--set", "seed=3", "--max-minutes", "55"),
     ]
     assert report["world_size"] == 2
     assert report["global_batch_size"] == 16
@@ -65,6 +68,7 @@ def test_a_dry_run_says_what_would_run_and_starts_nothing(tmp_path):
         (["pretrain/recipes/debug.toml", "--ranks", "0"], "--ranks 0"),
         (["pretrain/recipes/debug.toml", "--set", "seeed=3"], "did you mean seed"),
         (["pretrain/recipes/debug.toml", "--json"], "--dry-run"),
+        (["pretrain/recipes/debug.toml", "--set", "data.path=data/nope", "--dry-run"], "data/nope"),
         (["pretrain/recipes/debug.toml", "--max-minutes", "0"], "--max-minutes 0: must be more than 0"),
     ],
 )
@@ -76,6 +80,37 @@ def test_bad_input_is_one_error_line_before_anything_starts(arguments, says, tmp
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
     assert not directory.exists()
+
+
+def test_a_dry_run_tells_options_that_ranks_do_not_know_and_that_they_get_a_secret(tmp_path, collection, tokenizer):
+    """What goes on with the run keeps them, and shows no value of a secret."""
+    run = tmp_path / "run"
+    data = ("--set", f"data.path={collection}", "--set", f"data.tokenizer={tokenizer}")
+    options = ("--ranks", "1", "--launcher", "torchrun", "--env", "MY_TOKEN=abc", "--run", run, "--restarts", "3")
+    options += ("--grace-seconds", "9")
+    done = run_command("launch", "run", "pretrain/recipes/debug.toml", *options, *data, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "abc" not in done.stdout
+    assert "ranks get the values that are shown as ***" in done.stdout
+    assert (
+        f"--started-by 'python -m launch run pretrain/recipes/debug.toml --ranks 1 --launcher torchrun --env MY_TOKEN "
+        f"--run {run} --restarts 3 --set data.path={collection} --set data.tokenizer={tokenizer} --grace-seconds 9'"
+    ) in done.stdout
+    assert " × 1 rank," in done.stdout
+
+
+def test_a_run_directory_that_cannot_be_is_one_line_in_every_command(tmp_path):
+    recipe, file = "pretrain/recipes/debug.toml", tmp_path / "file"
+    file.touch()
+    slurm = ("slurm", recipe, "--ranks-per-node", "1", "--no-check-data")
+    for package, words in (("pretrain", ("run", recipe)), ("launch", slurm)):
+        for path, why in ((file / "x", f"{file} is no folder"), ("/proc/nu", "/proc cannot be written to")):
+            done = run_command(package, *words, "--run", path)
+            assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+            assert done.stderr.startswith(f"error: {why}")
+            assert done.stderr.endswith(f"so a run directory cannot be {path}: choose another --run\n")
+    refuse_unusable(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == [file]
 
 
 HUGE = ("--set", "model.d_model=65536", "--set", "model.d_ff=1048576")  # terabytes on any machine

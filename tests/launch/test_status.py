@@ -14,6 +14,7 @@ import pytest
 
 from launch.errors import LaunchError
 from launch.status import LATE_SECONDS, SILENT_SECONDS, Status, began, read, steps_made
+from launch.stop import _do
 from tests.command_line import run_command
 
 NOW = 1_800_000_000.0
@@ -173,6 +174,34 @@ def test_one_that_is_about_to_start_again(run: Run) -> None:
         (run.path / "restarting").write_text(json.dumps({**said, "start_ticks": ticks}))
         os.utime(run.path / "restarting", (NOW - 5, NOW - 5))
         assert run.status().state == state
+
+
+def test_on_another_machine_than_the_first_it_is_what_its_own_ranks_say(run: Run) -> None:
+    """With nothing shared, neither status nor metrics nor other ranks' receipts are there."""
+    run.begins(seconds_ago=1000.0)
+    record = json.loads((run.path / "environment.json").read_text())
+    record["attempts"][-1] |= {"first_host": "node-0", "hostname": "node-1"}
+    (run.path / "environment.json").write_text(json.dumps(record))
+    run.lives(1)
+    assert (run.status().state, run.status().step) == ("running", 5)
+    run.lives(1, age=900.0)
+    assert run.status().state == "silent"
+    run.ends(1, "finished")
+    status = run.status()
+    assert (status.state, status.step, [one.rank for one in status.ranks]) == ("finished", 5, [1])
+    told = status.to_text()
+    assert "receipts lie on node-0: ask there" in told
+    assert "rank 0 on node-0" in told
+    stopped = run_command("launch", "stop", run.path)
+    assert (stopped.returncode, "is not running: attempt 1 finished at step 5" in stopped.stdout) == (0, True)
+    assert "receipts lie on node-0" in stopped.stdout
+
+
+def test_several_ranks_save_and_one_saves() -> None:
+    assert [_do(state, 2) for state in ("saves", "waits for data", "no sign", "finished")] == [
+        "save", "wait for data", "no sign", "finished"
+    ]  # fmt: skip
+    assert _do("saves", 1) == "saves"
 
 
 def test_the_command(run: Run) -> None:

@@ -265,6 +265,16 @@ def test_what_is_not_named_is_refused_and_the_option_told(made: Made, other_coll
         assert "\n" not in str(refused.value)
         hopeless = "model" in changes and names == ("model",)
         assert ("--change model" in str(refused.value)) == (hopeless or "norm_eps" in str(changes))
+    several = with_values(tables, batch={"global_batch_size": 4}, model={"seq_len": 32, "d_ff": 512})
+    with pytest.raises(CheckpointError) as refused:
+        refuse_other_run(newest, identity_of(several), ("data",))
+    assert "\n" not in str(refused.value)
+    for words in (
+        "is another run's in 3 things: (1) seq_len was 64 and is now 32: resume with the same model.seq_len, or --ch",
+        "this run has ", "or --change global_batch_size", "(3) was written with model.d_ff = 256, this run has 512",
+        "each --change is one from step 10 on, beside --change data",
+    ):  # fmt: skip
+        assert words in str(refused.value)
     with pytest.raises(CheckpointError, match="seed was 11 and is now 12"):
         refuse_other_run(newest, identity_of({**tables, "seed": 12}), ("data", "model"))
     foreign = identity_of(with_values(tables, data={"path": str(other_collection)}))
@@ -274,6 +284,8 @@ def test_what_is_not_named_is_refused_and_the_option_told(made: Made, other_coll
         refuse_other_run(newest, foreign, ["data"])
     with pytest.raises(RecipeError, match="--change batch: there are global_batch_size, seq_len, data, model"):
         check_names(["data", "batch"])
+    with pytest.raises(RecipeError, match="--change seqlen: did you mean seq_len"):
+        check_names(["seqlen"])
 
 
 def test_a_ramp_goes_on_behind_a_change_in_whole_steps(made: Made) -> None:
@@ -455,19 +467,22 @@ def test_a_plan_and_a_dry_run_tell_what_would_be_resumed(made: Made, tmp_path: P
     assert json.loads(done.stdout)["resume"] == {
         "checkpoint": str(checkpoint(run, 10)), "global_step": 10,
         "tokens_seen": state_of(run, 10)["tokens_seen"], "written_by": {"world_size": 2, "zero_stage": 2},
-        "converted": True, "changes": [expected],
+        "converted": True, "changes": [expected], "told": ["step 10: global_batch_size is changed from 12 to 16"],
     }  # fmt: skip
     done = run_command("pretrain", *plan)
     refused = json.loads(done.stdout)["resume"]["refused"]
     assert (done.returncode, done.stderr) == (2, f"error: {refused}\n")
     assert refused.endswith("from step 10 on: --change global_batch_size")
+    done = run_command("pretrain", *(word for word in plan if word != "--json"), *change)
+    assert done.stdout.startswith(f"resume            {checkpoint(run, 10)}, step 10; written by 2 ranks under ")
+    assert done.stdout.split("\n")[1].strip() == "step 10: global_batch_size is changed from 12 to 16"
     weights.write_bytes(content[:-1])
     launch = ["run", recipe, "--ranks", "1", "--run", run, "--dry-run"]
     done = run_command("launch", *launch, *change, "--change", "seq_len", "--change", "data")  # step 8 read others
     assert done.returncode == 0
-    assert (
-        f"{checkpoint(run, 8)}, step 8; converted from 2 ranks under ZeRO-2; other seq_len; other data" in done.stdout
-    )
+    assert f"{checkpoint(run, 8)}, step 8; converted from 2 ranks under ZeRO-2\n" in done.stdout
+    assert "step 8: seq_len is changed from 32 to 64\n" in done.stdout
+    assert re.search(r"step 8: data is changed from .*; code goes on behind \d+ windows", done.stdout)
     assert "--change global_batch_size --change seq_len --change data" in done.stdout
     shutil.rmtree(run)
     done = run_command("pretrain", *plan, *change)

@@ -89,7 +89,7 @@ def test_ranks_share_what_is_available_and_agree_where_they_ask_at_once(tree):
     asked = host_share(2, alone=True, root=root)
     assert asked.total_bytes == 21_000_000 * KB // 2  # what this process holds is not lost to it
     assert (asked.kind, asked.occupied) == ("cpu", True)
-    assert asked.source == "2 ranks share 21.50 GB available now"
+    assert asked.source == "2 ranks share 21.50 GB available now of 32.77 GB"
     for available in (1_000_000, 20_000_000):
         root = tree({"proc/meminfo": MEMINFO.replace("20000000", str(available))})
         assert host_share(2, alone=False, root=root).total_bytes == 32_000_000 * KB // 2

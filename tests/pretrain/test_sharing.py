@@ -30,7 +30,7 @@ from pretrain.inputs import Inputs
 from pretrain.joining import join
 from pretrain.metrics import Report, read_metrics
 from pretrain.parts import Shelf, every_file, part_manifest
-from pretrain.resuming import choose, newest_whole
+from pretrain.resuming import choose, newest_whole, preview, preview_text
 from pretrain.run_directory import CheckpointError, RunDirectory
 from pretrain.runtime import Ranks
 from pretrain.saving import Checkpoints
@@ -130,6 +130,7 @@ def test_each_machine_keeps_its_part_and_a_kill_between_their_commits_costs_that
 ) -> None:
     assert [attempts_of(place)[-1]["resumed_from"] for place in parted] == ["run/checkpoints/step-00000002"] * 2
     assert [attempts_of(place)[-1]["attempt"] for place in parted] == [2, 2]
+    assert [attempts_of(place)[-1].get("first_host") for place in parted] == [None, "node-0"]
     assert (parted[0] / RUN / "checkpoints" / "step-00000004.damaged").is_dir()
     assert losses(parted[0]) == losses(shared)
     whole = checkpoints_of(shared)
@@ -272,6 +273,13 @@ def test_parts_are_no_checkpoint_for_one_machine_until_they_are_joined(
     identity = Inputs.check(parse_recipe(recipe), 1).identity
     with pytest.raises(CheckpointError, match=r"step-00000006 is part 1 of 2, of .*join them with .* --gather COPY"):
         choose(place / RUN / "checkpoints", "auto", identity)
+    folder = place / RUN / "checkpoints"
+    with pytest.raises(CheckpointError, match=r"step-00000006 is part 1 of 2, of .*join them with .* --gather COPY"):
+        preview(folder, "auto", lambda _: identity)
+    found = preview(folder, "auto", lambda _: Inputs.check(parse_recipe(recipe), 2).identity, alone=False)
+    assert found is not None
+    assert (found["part"], found["global_step"]) == ("1 of 2", 6)
+    assert "part 1 of 2, the machines must hold the rest between them" in preview_text(found, 2, 2)
     listed = run_command("pretrain", "checkpoints", place / RUN, "--verify", "--json")
     assert [(one["state"], one["part"]) for one in json.loads(listed.stdout)["checkpoints"]] == [
         ("whole", "1 of 2")

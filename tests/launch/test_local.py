@@ -21,6 +21,8 @@ from launch.ending import End, newest_attempt, read_receipts, read_status
 from launch.errors import LaunchError
 from launch.oom_killer import oom_killer, oom_kills
 from launch.running import run_once
+from pretrain.__main__ import _complain
+from pretrain.keeper import VARIABLE
 from pretrain.run_directory import refuse_unusable
 from tests.command_line import run_command
 
@@ -111,6 +113,20 @@ def test_a_run_directory_that_cannot_be_is_one_line_in_every_command(tmp_path):
             assert done.stderr.endswith(f"so a run directory cannot be {path}: choose another --run\n")
     refuse_unusable(tmp_path / "a" / "b")
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_each_nodes_own_command_says_what_was_wrong(monkeypatch, capsys):
+    """All ranks know of it; those of other nodes would leave it to rank 0, whose words stand on its node alone."""
+    for name, value in (("RANK", "2"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    for launcher, says in ((None, ""), ("10.0.0.1:5/id", ""), ("127.0.0.1:5/id", "error: what is wrong\n")):
+        if launcher is not None:
+            monkeypatch.setenv(VARIABLE, launcher)
+        assert _complain("what is wrong") == 2
+        assert capsys.readouterr().err == says
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert _complain("what is wrong") == 2
+    assert capsys.readouterr().err == ""
 
 
 HUGE = ("--set", "model.d_model=65536", "--set", "model.d_ff=1048576")  # terabytes on any machine

@@ -162,6 +162,27 @@ def test_damaged_data_is_one_line(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_disk_that_fails_behind_the_beginning_is_no_bad_input(
+    recipe_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Code 2 would say that nothing was started, and no `--restarts` would start it again. A status is no reason."""
+    run = tmp_path / "run"
+    (run / "metrics.jsonl").mkdir(parents=True)
+    short = ("--run", str(run), "--set", "schedule.max_steps=2", "--set", "schedule.warmup_steps=1")
+    done = command(recipe_file(), *short)
+    assert done.returncode == 1, done.stderr
+    assert f"error: [Errno 21] Is a directory: '{run}/metrics.jsonl'\n" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert json.loads((run / "receipts" / "rank-00000.json").read_text())["state"] == "failed"
+    (run / "metrics.jsonl").rmdir()
+    (run / "status.json").unlink(missing_ok=True)
+    (run / "status.json").mkdir()
+    done = command(recipe_file(), *short)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("warning: status.json is not written: [Errno 21] Is a directory") == 1
+    assert json.loads((run / "receipts" / "rank-00000.json").read_text())["state"] == "finished"
+
+
 def test_only_some_of_a_launchers_variables(recipe_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused(command(recipe_file()), "WORLD_SIZE", "RANK", "all of them or none")

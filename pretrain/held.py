@@ -31,7 +31,11 @@ def live_storages(device: torch.device) -> dict[int, int]:
         for tensor in (found, found.grad if found.is_leaf else None):
             if tensor is not None and tensor.device.type == device.type and tensor.layout == torch.strided:
                 storage = tensor.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
+                try:
+                    address = storage.data_ptr()
+                except RuntimeError:  # of a plain tensor that a compiler left: torch has no memory to point to
+                    continue
+                storages[address] = storage.nbytes()
     return storages
 
 

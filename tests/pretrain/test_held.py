@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 
 from pretrain.held import PeakTracker, live_bytes, live_storages
@@ -39,6 +40,15 @@ def test_a_compilers_tensors_have_no_memory() -> None:
         imagined = numbers(4)
     assert imagined.device.type == "cpu"
     assert live_bytes(CPU) == before
+
+
+def test_a_plain_tensor_without_memory_counts_nothing() -> None:
+    before = live_bytes(CPU)
+    wrapped = torch.ones(4)
+    functional = torch._to_functional_tensor(wrapped)
+    with pytest.raises(RuntimeError, match="storage"):
+        functional.untyped_storage().data_ptr()
+    assert live_bytes(CPU) == before + wrapped.nbytes
 
 
 def test_the_peak_has_temporaries_and_phases() -> None:

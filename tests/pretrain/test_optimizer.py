@@ -569,6 +569,7 @@ def identity(**changes: dict[str, Any]) -> dict[str, Any]:
     order = SampleOrder(seed=1, seq_len=64, tokens={"a": 1_000})
     found: dict[str, Any] = {
         "order": order.describe(), "global_batch_size": 8,
+        "data": {"path": "a", "stages": [{"from_tokens": 0, "weights": {"a": 1.0}}]},
         "precision": {name: getattr(config.precision, name) for name in ("compute", "master", "accumulate")},
     }  # fmt: skip
     for table, values in optimizer_identity(config).items():

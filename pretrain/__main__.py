@@ -7,7 +7,6 @@ import io
 import json
 import math
 import os
-import shlex
 import sys
 import time
 import warnings
@@ -139,9 +138,8 @@ def plan(
     elif device_memory is not None:
         memory = described(parse_memory(device_memory), kind)
     config = load_recipe(recipe, overrides or ())
-    starts = [stage.from_tokens for stage in config.data.stages]
     if directory is None:  # a run that goes on may have had other windows
-        refuse_split_windows(starts, config.model.seq_len)
+        refuse_split_windows([stage.from_tokens for stage in config.data.stages], config.model.seq_len)
     compute = config.precision.compute_where(AUTO_IS)
     if presets:
         from pretrain.device_presets import presets as all_presets
@@ -165,49 +163,19 @@ def plan(
     if fitted is not None:
         report["fit"] = fitted.to_dict()
     if check_data:
-        from data_pipeline.packing_plan import packing_figures
-        from pretrain.inputs import Inputs, initial_weights
-        from pretrain.plan import Reading
+        from pretrain.prospects import of_data
 
-        inputs = Inputs.check(config, world_size)
-        initial = initial_weights(inputs)
-        report["initial_weights"] = None if initial is None else str(initial)
-        if initial is not None:
-            lines += ["", f"initial weights from {initial}, checked"]
-        packing, seq_len = config.data.packing, config.model.seq_len
-        figures = packing_figures(inputs.collection, packing, seq_len, inputs.packed)
-        report["packing"] = {name: one.to_dict() for name, one in figures.items()}
-        reading = Reading.of(config, inputs.order)
-        report["reading"] = reading.to_dict()
-        lines += ["", *reading.lines()]
-        lines += ["", f"packing {packing}, an epoch of each source:"]
-        lines += [f"  {name}: {one.to_text()}" for name, one in figures.items()]
+        data = of_data(config, world_size)
+        report |= data.report
+        lines += data.lines
     refused: str | None = None
     if directory is not None:
-        from data_pipeline.shards import DataFormatError
-        from pretrain.changes import check_names
-        from pretrain.inputs import Inputs
-        from pretrain.resuming import preview, preview_text
-        from pretrain.run_directory import CheckpointError, RunDirectory, RunDirectoryError, refuse_unusable
-        from tokenizer.codec import TokenizerError
+        from pretrain.prospects import of_run
 
-        launched = "LOCAL_WORLD_SIZE" in os.environ or world_size == 1
-        try:
-            refuse_unusable(directory)
-            found = preview(
-                RunDirectory(directory).checkpoints, resume,
-                lambda computed: Inputs.check(config, world_size, computed).identity, check_names(change or ()),
-                alone=launched and ranks_here(os.environ, world_size) == world_size,
-            )  # fmt: skip
-            if found is None:
-                refuse_split_windows(starts, config.model.seq_len)
-            report["resume"] = found
-            told = preview_text(found, world_size, made.stage).replace("\n", "\n" + 18 * " ")
-            lines = [f"resume            {told}", "", *lines]
-        except (CheckpointError, DataFormatError, TokenizerError, RecipeError, RunDirectoryError) as error:
-            refused = str(error)
-            report["resume"] = {"refused": refused}
-            lines = []  # the error says it all
+        going_on = of_run(config, world_size, made.stage, directory, resume, change or ())
+        report |= going_on.report
+        refused = going_on.refused
+        lines = [] if refused is not None else [*going_on.lines, *lines]  # the error says it all
     if as_json or lines:
         print(json.dumps(report, indent=2) if as_json else "\n".join(lines))
     if refused is not None:
@@ -309,7 +277,7 @@ def run(
     from pretrain.fit import needed, too_big
     from pretrain.metrics import TrainingDivergedError
     from pretrain.out_of_memory import explain, is_out_of_memory
-    from pretrain.receipts import MET_WHILE_IT_RAN
+    from pretrain.receipts import MET_WHILE_IT_RAN, command_that_goes_on
     from pretrain.run_directory import RunDirectory
     from pretrain.runtime import Ranks, auto_compute, is_lost_peer, is_timeout, one_ranks_fault, pick_device
     from pretrain.saving import NotSavedError
@@ -330,14 +298,10 @@ def run(
         raise refusal
     if message is not None and ranks.is_first:
         print(f"warning: {recipe} {message}", file=sys.stderr)
-    starter = ["launch", "run", recipe, "--ranks", here] if launched and here == ranks.world_size else None
-    words = [*(starter or ["pretrain", "run", recipe]), "--run", path]
-    words += [word for override in overrides or () for word in ("--set", override)]
-    words += ["--resume", resume] if resume not in ("auto", "never") else []  # never would refuse what it has saved
-    words += [word for name in changes for word in ("--change", name)]
-    words += ["--force"] if force else []
-    words += [word for option, given in limits.items() if given is not None for word in (option, f"{given:g}")]
-    command = started_by or shlex.join(["python", "-m", *map(str, words)])
+    command = started_by or command_that_goes_on(
+        recipe, path, here if launched and here == ranks.world_size else None, overrides or (), resume, changes, limits,
+        force=force,
+    )  # fmt: skip
     timeout_minutes = timeout_minutes or TIMEOUT_MINUTES
     try:
         outcome = train(

@@ -7,9 +7,11 @@ where every rank of its last attempt says so here. A rank that was killed leaves
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pretrain.run_directory import RunDirectory, now, write_text
@@ -19,6 +21,28 @@ if TYPE_CHECKING:
     from pretrain.state import TrainState
 
 MET_WHILE_IT_RAN = "met when the attempt had begun"  # a note on an OSError: nothing that was given is to blame
+
+
+def command_that_goes_on(
+    recipe: Path,
+    run: Path,
+    local_ranks: int | None,
+    overrides: Sequence[str],
+    resume: str,
+    changes: Sequence[str],
+    limits: Mapping[str, float | None],
+    *,
+    force: bool,
+) -> str:
+    """The command line that resumes a run. `local_ranks`: how many a launcher has started, all on this machine."""
+    starter = ["pretrain", "run", recipe] if local_ranks is None else ["launch", "run", recipe, "--ranks", local_ranks]
+    words = [*starter, "--run", run]
+    words += [word for override in overrides for word in ("--set", override)]
+    words += ["--resume", resume] if resume not in ("auto", "never") else []  # never would refuse what it has saved
+    words += [word for name in changes for word in ("--change", name)]
+    words += ["--force"] if force else []
+    words += [word for option, given in limits.items() if given is not None for word in (option, f"{given:g}")]
+    return shlex.join(["python", "-m", *map(str, words)])
 
 
 @dataclass

@@ -252,7 +252,8 @@ def measured(ranks: Ranks, case: Case, steps: int = 1) -> Held:
             engine: Any = TrainingEngine(model, config, case.deepspeed, ranks, CPU)
         del model
         for _ in range(steps):
-            train_step(engine, batches, plan, lr=1e-3)
+            while train_step(engine, batches, plan, lr=1e-3).overflowed:
+                pass  # in fp16: no update, so no moments yet
         snapshot = Snapshot(CPU) if config.checkpoint.asynchronous else None
         if snapshot is not None:  # its room is there from the first save on
             copy_of(engine, snapshot)

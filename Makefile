@@ -1,11 +1,11 @@
-# make setup | demo | test | check | bench | soak | nodes | slurm | clean
+# make setup | demo | test | check | bench | soak | nodes | slurm | browser | clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint soak nodes slurm bench clean
+.PHONY: help setup demo test check lint soak nodes slurm browser bench clean
 
 help: ## what each target does
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -25,7 +25,7 @@ demo: $(INSTALLED) ## raw text to an evaluated, sampled model, killed and resume
 # Two files at a time, whatever the cores: most tests wait for one process, and those of two ranks need two cores. In the
 # order of collection, which has the long files first. Without -n all in one process, as a debugger wants it.
 test: $(INSTALLED) ## the tests
-	$(BIN)/python -m pytest -m 'not soak and not nodes and not slurm' -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m 'not soak and not nodes and not slurm and not browser' -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED) ## format, lint, types
 	$(BIN)/ruff format --check .
@@ -42,6 +42,9 @@ nodes: $(INSTALLED) ## runs over two hosts, played by this machine; needs root, 
 
 slurm: $(INSTALLED) ## jobs of a SLURM of one's own on this machine; needs slurmctld, slurmd and munged
 	$(BIN)/python -m pytest -m slurm
+
+browser: $(INSTALLED) ## reports seen in a real headless Chromium
+	$(BIN)/python -m pytest -m browser
 
 bench: $(INSTALLED) ## the benchmarks, each a ratio against a named reference
 	@for script in $(filter-out benchmarks/__init__.py benchmarks/corpus.py benchmarks/data_%.py,$(wildcard benchmarks/*.py)); do echo "$$script"; $(BIN)/python $$script || exit 1; done

@@ -1,6 +1,6 @@
 """Facts about this process, gathered once and passed on: its rank, its device, its seeds.
 
-Only this file reads the launcher's environment variables, and only `pretrain/__main__.py` calls it for that.
+Only this file reads the launcher's environment variables, and only pretrain/verbs/ calls it for that.
 """
 
 from __future__ import annotations

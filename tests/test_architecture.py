@@ -34,7 +34,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "deepspeed": ("pretrain/engine.py",),
     "torch": ("model/", "pretrain/", "launch/all_reduce.py"),
     "sentencepiece": ("tokenizer/",),
-    "typer": tuple(f"{package}/__main__.py" for package in PACKAGES),
+    "typer": (*(f"{package}/__main__.py" for package in PACKAGES), "pretrain/verbs/"),
     "pydantic": ("pretrain/config.py",),
     "safetensors": ("model/", "pretrain/checkpoint.py"),
     "datatrove": ("data_pipeline/executors.py",),

@@ -21,9 +21,9 @@ from launch.ending import End, newest_attempt, read_receipts, read_status
 from launch.errors import LaunchError
 from launch.oom_killer import oom_killer, oom_kills
 from launch.running import run_once
-from pretrain.__main__ import _complain
 from pretrain.keeper import VARIABLE
 from pretrain.run_directory import refuse_unusable
+from pretrain.verbs.telling import complain
 from tests.command_line import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,10 +122,10 @@ def test_each_nodes_own_command_says_what_was_wrong(monkeypatch, capsys):
     for launcher, says in ((None, ""), ("10.0.0.1:5/id", ""), ("127.0.0.1:5/id", "error: what is wrong\n")):
         if launcher is not None:
             monkeypatch.setenv(VARIABLE, launcher)
-        assert _complain("what is wrong") == 2
+        assert complain("what is wrong") == 2
         assert capsys.readouterr().err == says
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert _complain("what is wrong") == 2
+    assert complain("what is wrong") == 2
     assert capsys.readouterr().err == ""
 
 

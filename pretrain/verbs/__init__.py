@@ -1,0 +1,1 @@
+"""The verbs of `python -m pretrain`, a file each: a function, and its EXAMPLES."""

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from pretrain.verbs import checkpoints, evaluate, export, generate, import_weights, plan, run
+from pretrain.verbs import checkpoints, estimate, evaluate, export, generate, import_weights, plan, run
 from pretrain.verbs.telling import complain
 
 PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
@@ -27,6 +27,7 @@ app = typer.Typer(
 )
 VERBS = (
     ("plan", plan.plan, plan.EXAMPLES),
+    ("estimate", estimate.estimate, estimate.EXAMPLES),
     ("run", run.run, run.EXAMPLES),
     ("evaluate", evaluate.evaluate, evaluate.EXAMPLES),
     ("generate", generate.generate, generate.EXAMPLES),

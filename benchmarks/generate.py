@@ -30,9 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before this fold
 
 import model.attention as model_attention
 from model.accounting import kv_cache_bytes_per_token
-from model.attention import KVCache, attend
+from model.cache import KVCache
 from model.config import PRESETS
 from model.generate import generate
+from model.kernels import attend
 from model.transformer import Transformer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -152,8 +153,8 @@ def late_cost(model: Transformer, batch_size: int, steps: int) -> dict[str, Any]
     config, dtype = model.config, model.embed_tokens.weight.dtype
     caches = {n: KVCache(config, batch_size=batch_size, max_tokens=LATE + 1, dtype=dtype) for n in (EARLY, LATE)}
     for length, cache in caches.items():
-        cache.keys.normal_()
-        cache.values.normal_()
+        for held in cache.held:
+            held.normal_()
         cache.advance(length)
     ids_b1 = torch.ones(batch_size, 1, dtype=torch.int64)
     attending: list[float] = []  # seconds of each call

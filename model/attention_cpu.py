@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from model.masks import Band
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_TOKENS = 1024  # beyond, torch's kernel is as fast (benchmarks/model.py)
 _CHUNK = 64  # queries
@@ -23,23 +25,24 @@ _SCORES_PER_THREAD = 1 << 20
 
 
 class CausalAttentionOnCPU(torch.autograd.Function):
-    """softmax(q · kᵀ / √head_dim) · v, causal, queries and keys the same tokens.
+    """softmax(q · kᵀ / √head_dim) · v, causal, queries and keys the same tokens; within a band's window, if given one.
 
     q (b, h, t, k), k and v (b, h / g, t, k), in one of DTYPES. Kept for backward: these, the output, and one fp32
     number a query.
     """
 
     @staticmethod
-    def forward(ctx: Any, q_bhtk: Tensor, k_bhtk: Tensor, v_bhtk: Tensor) -> Tensor:
+    def forward(ctx: Any, q_bhtk: Tensor, k_bhtk: Tensor, v_bhtk: Tensor, band: Band | None = None) -> Tensor:
         out_bhtk, log_z_bht = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_bhtk, k_bhtk, v_bhtk, dropout_p=0.0, is_causal=True
+            q_bhtk, k_bhtk, v_bhtk, dropout_p=0.0, is_causal=True, attn_mask=None if band is None else band.seen_tt
         )
+        ctx.window = q_bhtk.shape[2] if band is None else band.window
         ctx.save_for_backward(q_bhtk, k_bhtk, v_bhtk, out_bhtk, log_z_bht)
         return out_bhtk  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_bhtk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad_bhtk: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """With P the probabilities, O the output and dO its gradient:
 
         dV = Pᵀ dO, dS = P ⊙ (dO Vᵀ - rowsum(dO ⊙ O)), dQ = dS K / √head_dim, dK = dSᵀ Q / √head_dim.
@@ -60,14 +63,19 @@ class CausalAttentionOnCPU(torch.autograd.Function):
         for row in range(0, rows, rows_at_once):
             for begin in range(0, tokens, _CHUNK):
                 end = min(begin + _CHUNK, tokens)
-                r, c, s = slice(row, row + rows_at_once), slice(begin, end), slice(0, end)
+                first = max(0, begin - ctx.window + 1)  # the farthest key that any query of the chunk sees
+                r, c, s = slice(row, row + rows_at_once), slice(begin, end), slice(first, end)
                 q_rxk, grad_rxk = q_rgtk[r, :, c].flatten(1, 2), grad_rgtk[r, :, c].flatten(1, 2)
                 minus_log_z_rx1, minus_mean_rx1 = (
                     x[r, :, c].flatten(1, 2).unsqueeze(2) for x in (minus_log_z_rgt, minus_mean_rgt)
                 )
                 p_rxs = torch.baddbmm(minus_log_z_rx1, q_rxk.float(), exact_k_rsk[r, s].mT)
-                own_tokens_rgcs = p_rxs.view(-1, group, end - begin, end)[..., begin:]
-                own_tokens_rgcs.masked_fill_(is_later[: end - begin, : end - begin], -math.inf)
+                p_rgcs = p_rxs.view(-1, group, end - begin, end - first)
+                p_rgcs[..., begin - first :].masked_fill_(is_later[: end - begin, : end - begin], -math.inf)
+                if end > ctx.window:  # some key is out of some query's sight: only among the first of them
+                    size = end - begin
+                    is_too_far = torch.ones(size, size, dtype=torch.bool).tril(begin - first - ctx.window)
+                    p_rgcs[..., :size].masked_fill_(is_too_far, -math.inf)
                 p_rxs.exp_()
                 grad_s_rxs = torch.baddbmm(minus_mean_rx1, grad_rxk.float(), exact_v_rsk[r, s].mT).mul_(p_rxs)
                 p_rxs, grad_s_rxs = p_rxs.to(dtype), grad_s_rxs.to(dtype)
@@ -79,15 +87,16 @@ class CausalAttentionOnCPU(torch.autograd.Function):
             grad_q_rgtk.mul_(scale).reshape(q_bhtk.shape),
             grad_k_rsk.mul_(scale).to(dtype).reshape(k_bhtk.shape),
             grad_v_rsk.to(dtype).reshape(v_bhtk.shape),
+            None,
         )
 
 
 _apply = CausalAttentionOnCPU.apply
 
 
-def causal_attention_on_cpu(q_bhtk: Tensor, k_bhtk: Tensor, v_bhtk: Tensor) -> Tensor:
+def causal_attention_on_cpu(q_bhtk: Tensor, k_bhtk: Tensor, v_bhtk: Tensor, band: Band | None = None) -> Tensor:
     """`CausalAttentionOnCPU`, behind `keep_whole` as one step also of compiled code."""
-    out_bhtk: Tensor = _apply(q_bhtk, k_bhtk, v_bhtk)  # type: ignore[no-untyped-call]
+    out_bhtk: Tensor = _apply(q_bhtk, k_bhtk, v_bhtk, band)  # type: ignore[no-untyped-call]
     return out_bhtk
 
 

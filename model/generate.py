@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model.attention import KVCache
+from model.cache import KVCache
 from model.transformer import Transformer
 
 __all__ = ["KVCache", "generate", "probabilities"]

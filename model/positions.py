@@ -1,29 +1,72 @@
-"""Positions: RoPE turns each pair of dimensions of q and k by an angle that grows with the position.
+"""Positions: what tells a model where a token stands, chosen once by `build_positions`.
 
-Since only the difference of two angles survives in q·k, attention sees relative distance (Su et al. 2021, eq. 34).
-Which dimensions make a pair is a convention, the layout: "rotate_half" pairs i with i + head_dim/2 (Hugging Face),
+Attention by itself sees a set. "rope" turns each pair of dimensions of q and k by an angle that grows with position;
+since only the difference of two angles survives in q·k, attention sees relative distance (Su et al. 2021, eq. 34).
+"sinusoidal" and "learned" add a vector for each position to the embedding; "none" leaves the causal mask as the only
+hint. Every choice is called with the embedding and the `Places` of a pass, and gives back what enters the first block
+and the angles for its attention, if any.
+
+Which dimensions RoPE pairs is a convention, the layout: "rotate_half" pairs i with i + head_dim/2 (Hugging Face),
 "interleaved" 2i with 2i + 1 (the paper, Meta, llama.cpp). Weights learnt under one give nonsense under the other, and
 no error, until the rows of q_proj and k_proj are reordered: `reorder`.
 
-Suffixes: b batch, t positions, h heads, d the head's dimensions (the tables hold one column per pair, d/2).
+Suffixes: b batch, t positions, h heads, d the head's dimensions (RoPE's tables hold one column per pair, d/2) or, where
+something is added to the embedding, the model's width.
 """
 
+import functools
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from model import rope_scaling
+from model.config import ModelConfig
 
-def rope_tables(head_dim: int, seq_len: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of position · base^(-2i/head_dim) for pair i: two (seq_len, head_dim/2) fp32 tensors on the CPU.
+Rotation: TypeAlias = tuple[Tensor, ...]  # cos and sin, each (t, d/2) or (b, 1, t, d/2); nothing where nothing turns
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tokens of one pass stand in their texts: at start .. stop - 1 in every row or, where positions_bt is
+    given, at those, all of them below stop.
+
+    `length` is how long the text is or will be, which "dynamic" angles depend on; None where a row holds several texts,
+    whose lengths the positions tell.
+    """
+
+    start: int
+    stop: int
+    positions_bt: Tensor | None = None
+    length: int | None = None
+
+    def rows_of(self, table_td: Tensor) -> Tensor:
+        """A table's rows for these places: (t, d), a view, or (b, t, d)."""
+        return table_td[self.start : self.stop] if self.positions_bt is None else table_td[self.positions_bt]
+
+
+def one_text(tokens: int) -> Places:
+    """Every row is one text, read from its beginning."""
+    return Places(0, tokens, length=tokens)
+
+
+def within_documents(documents_bt: Tensor) -> Places:
+    """Positions begin at 0 with every document of a row."""
+    return Places(0, documents_bt.shape[1], positions_within_documents(documents_bt))
+
+
+def rope_tables(head_dim: int, seq_len: int, base: float, frequencies_d: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """cos and sin of position · base^(-2i/head_dim), or of position · frequencies_d[i], for pair i: two
+    (seq_len, head_dim/2) fp32 tensors on the CPU.
 
     The angles are formed in float64 from integers: in fp32 the angle at position 2047 is already 1e-4 off, in bf16
     positions past 256 are not even distinct.
     """
     position_t1 = torch.arange(seq_len, device="cpu").to(torch.float64)[:, None]
-    exponent_d = torch.arange(0, head_dim, 2, device="cpu").to(torch.float64) / head_dim
-    angle_td = position_t1 * base**-exponent_d
+    angle_td = position_t1 * (rope_scaling.plain(head_dim, base) if frequencies_d is None else frequencies_d)
     return angle_td.cos().to(torch.float32), angle_td.sin().to(torch.float32)
 
 
@@ -44,6 +87,15 @@ def rotate(x_bhtd: Tensor, cos_td: Tensor, sin_td: Tensor, layout: str = "rotate
         return _turn(x_bhtd, cos_td, sin_td, layout)
     turned_bhtd: Tensor = _Rotation.apply(x_bhtd, cos_td, sin_td, layout)  # type: ignore[no-untyped-call]
     return turned_bhtd
+
+
+def turning(config: ModelConfig) -> Callable[..., Tensor]:
+    """What attention does to q and k with the angles that `build_positions` gives: turn them, or leave them."""
+    return functools.partial(rotate, layout=config.rope_layout) if config.positions == "rope" else unturned
+
+
+def unturned(x_bhtd: Tensor) -> Tensor:
+    return x_bhtd
 
 
 class _Rotation(torch.autograd.Function):
@@ -79,74 +131,225 @@ def _pairs(x_bhtd: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     return x_bhtd[..., :half], x_bhtd[..., half:]
 
 
+_TURNED = tuple(f"{part}.{kind}" for part in ("q_proj", "k_proj", "q_norm", "k_norm") for kind in ("weight", "bias"))
+
+
 def reorder(weights: Mapping[str, Tensor], head_dim: int, *, have: str, want: str) -> dict[str, Tensor]:
     """A model's weights by name, made for one layout, so that they give the same logits under another.
 
-    The rows of each head in q_proj and k_proj, (heads · head_dim, d_model), change places; the scores q·k are sums of
-    the same products in another order. Other weights are given on as they are. There and back is the identity, bit for
-    bit.
+    The rows of each head in q_proj and k_proj, (heads · head_dim, d_model), change places, and so do their biases and
+    the weights of QK-Norm; the scores q·k are sums of the same products in another order. Other weights are given on as
+    they are. There and back is the identity, bit for bit.
+    ValueError for MLA's weights.
     """
     if have == want:
         return dict(weights)
+    if any(name.endswith("kv_a_proj_with_mqa.weight") for name in weights):
+        raise ValueError("MLA turns a part of each head alone: its weights cannot be reordered for another RoPE layout")
     pairs = (2, head_dim // 2) if want == "interleaved" else (head_dim // 2, 2)
     return {
-        name: weight.reshape(-1, *pairs, weight.shape[1]).transpose(1, 2).flatten(0, 2)
-        if name.endswith(("q_proj.weight", "k_proj.weight"))
+        name: weight.reshape(-1, *pairs, *weight.shape[1:]).transpose(1, 2).flatten(0, 2)
+        if name.endswith(_TURNED)
         else weight
         for name, weight in weights.items()
     }
 
 
-class RotaryEmbedding(nn.Module):
-    """The RoPE tables of one model: buffers that are never saved and stay fp32 and exact through every cast.
+class Positions(nn.Module):
+    """What all choices share: positions end at seq_len, and tables are buffers that are never saved and stay fp32 and
+    exact through every cast.
 
     `module.bfloat16()`, an engine's cast, and `to_empty()` after building on the meta device all go through `_apply`,
     which makes the tables anew on the device it moved them to, rather than keeping what the cast left of them.
+    Itself it is the choice "none".
+    """
+
+    def __init__(self, seq_len: int) -> None:
+        super().__init__()
+        self.seq_len = seq_len
+
+    def forward(self, x_btd: Tensor, places: Places) -> tuple[Tensor, Rotation]:
+        """The embedding with its places told, if it is there that they are told, and the angles for attention.
+
+        ValueError past seq_len; RuntimeError when something cast the tables behind `_apply`'s back.
+        """
+        self._check(places.stop)
+        return x_btd, ()
+
+    def exact_tables(self) -> dict[str, Tensor]:
+        """By name, in fp32, on the CPU."""
+        return {}
+
+    def _make_tables(self, device: torch.device) -> None:
+        for name, table in self.exact_tables().items():
+            self.register_buffer(name, table.to(device), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Positions":
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if (table := next(self.buffers(), None)) is not None:
+            self._make_tables(table.device)
+        return self
+
+    def _check(self, stop: int) -> None:
+        if stop > self.seq_len:
+            raise ValueError(f"position {stop - 1} is past the model's seq_len = {self.seq_len}: shorten the input")
+        if (table := next(self.buffers(), None)) is not None and table.dtype != torch.float32:
+            raise RuntimeError(f"the tables were cast to {table.dtype}: positions past 256 would be wrong")
+
+
+class RotaryEmbedding(Positions):
+    """RoPE: the embedding stays as it is, attention is given angles.
+
+    `frequencies` computes those of the pairs where they are not base^(-2i/head_dim), `factor` is what cos and sin are
+    multiplied by: see `model.rope_scaling`.
     """
 
     cos_td: Tensor
     sin_td: Tensor
 
-    def __init__(self, head_dim: int, seq_len: int, base: float) -> None:
-        super().__init__()
-        self.head_dim, self.seq_len, self.base = head_dim, seq_len, base
+    def __init__(
+        self,
+        head_dim: int,
+        seq_len: int,
+        base: float,
+        frequencies: Callable[[], Tensor] | None = None,
+        factor: float = 1.0,
+    ) -> None:
+        super().__init__(seq_len)
+        self.head_dim, self.base = head_dim, base
+        self.frequencies, self.factor = frequencies, factor
         self._make_tables(torch.get_default_device())
 
-    def _make_tables(self, device: torch.device) -> None:
-        cos_td, sin_td = rope_tables(self.head_dim, self.seq_len, self.base)
-        self.register_buffer("cos_td", cos_td.to(device), persistent=False)
-        self.register_buffer("sin_td", sin_td.to(device), persistent=False)
+    def exact_tables(self) -> dict[str, Tensor]:
+        frequencies_d = None if self.frequencies is None else self.frequencies()
+        cos_td, sin_td = rope_tables(self.head_dim, self.seq_len, self.base, frequencies_d)
+        return {"cos_td": cos_td * self.factor, "sin_td": sin_td * self.factor}
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._make_tables(self.cos_td.device)
-        return self
+    def forward(self, x_btd: Tensor, places: Places) -> tuple[Tensor, Rotation]:
+        return x_btd, self.rotation(places)
 
-    def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (length, head_dim/2) fp32, of the positions start .. start + length - 1.
+    def rotation(self, places: Places) -> Rotation:
+        """cos and sin, (t, head_dim/2) where all rows stand at the same places, else (b, 1, t, head_dim/2); fp32."""
+        self._check(places.stop)
+        return self._rows(places, self.cos_td, self.sin_td)
 
-        ValueError past the end of the tables; RuntimeError when something cast them behind `_apply`'s back.
-        """
-        self._check(start + length)
-        return self.cos_td[start : start + length], self.sin_td[start : start + length]
+    def _rows(self, places: Places, cos_td: Tensor, sin_td: Tensor) -> Rotation:
+        cos, sin = places.rows_of(cos_td), places.rows_of(sin_td)
+        return (cos, sin) if places.positions_bt is None else (cos[:, None], sin[:, None])
 
-    def within_documents(self, documents_bt: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (b, 1, t, head_dim/2) fp32, of positions that begin at 0 with every document of a row.
 
-        Errors as above.
-        """
-        return self.at(positions_within_documents(documents_bt), stop=documents_bt.shape[1])
+class DynamicRotaryEmbedding(RotaryEmbedding):
+    """RoPE whose base grows with the text once that is longer than `trained`: `model.rope_scaling.dynamic_base`.
 
-    def at(self, positions_bt: Tensor, *, stop: int) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (b, 1, t, head_dim/2) fp32, of any positions, all of them below `stop`.
+    The length that counts is that of the whole pass, in packed rows that of each document, with a cache what there is
+    room for. So a document in a row is read as it would be alone, and a token read from the cache as without.
+    """
 
-        Errors as above, found without looking at a device's numbers.
-        """
-        self._check(stop)
-        return self.cos_td[positions_bt][:, None], self.sin_td[positions_bt][:, None]
+    def __init__(self, head_dim: int, seq_len: int, base: float, scaling_factor: float, trained: int) -> None:
+        super().__init__(head_dim, seq_len, base)
+        self.scaling_factor, self.trained = scaling_factor, trained
+        self._grown: tuple[int, torch.device, tuple[Tensor, Tensor]] | None = None
 
-    def _check(self, stop: int) -> None:
-        if stop > self.seq_len:
-            raise ValueError(f"position {stop - 1} is past the model's seq_len = {self.seq_len}: shorten the input")
-        if self.cos_td.dtype != torch.float32:
-            raise RuntimeError(f"the RoPE tables were cast to {self.cos_td.dtype}: positions past 256 would be wrong")
+    def rotation(self, places: Places) -> Rotation:
+        if places.length is None and places.stop > self.trained:
+            self._check(places.stop)
+            assert places.positions_bt is not None, "one text a row has a length"
+            return self._within_texts(places.positions_bt)
+        if places.length is None or places.length <= self.trained:
+            return super().rotation(places)
+        self._check(places.stop)
+        return self._rows(places, *self._tables_for(min(places.length, self.seq_len)))
+
+    def _tables_for(self, length: int) -> tuple[Tensor, Tensor]:
+        """Those of a text of this length, kept until another is asked for."""
+        device = self.cos_td.device
+        if self._grown is None or self._grown[:2] != (length, device):
+            grown = length / self.trained
+            base = rope_scaling.dynamic_base(self.head_dim, self.base, self.scaling_factor, grown)
+            cos_td, sin_td = rope_tables(self.head_dim, self.seq_len, base)
+            self._grown = length, device, (cos_td.to(device), sin_td.to(device))
+        return self._grown[2]
+
+    def _within_texts(self, positions_bt: Tensor) -> Rotation:
+        """Each token's angles by the length of its own text, which ends where positions begin again."""
+        lengths_bt = lengths_of_texts(positions_bt)
+        grown_bt = (lengths_bt.to(torch.float64) / self.trained).clamp(min=1)
+        base_bt1 = rope_scaling.dynamic_base(self.head_dim, self.base, self.scaling_factor, grown_bt)[..., None]
+        pair_d = torch.arange(0, self.head_dim, 2, device=positions_bt.device).to(torch.float64) / self.head_dim
+        angle_b1td = (positions_bt[..., None] * base_bt1**-pair_d)[:, None]
+        return angle_b1td.cos().to(torch.float32), angle_b1td.sin().to(torch.float32)
+
+
+def lengths_of_texts(positions_bt: Tensor) -> Tensor:
+    """(b, t) int64: how many tokens the text of each token has, where position 0 begins a text."""
+    tokens = positions_bt.shape[1]
+    index_t = torch.arange(tokens, device=positions_bt.device)
+    next_begin_bt = torch.full_like(positions_bt, tokens)
+    next_begin_bt[:, :-1] = torch.where(positions_bt[:, 1:] == 0, index_t[1:], tokens)
+    end_bt = next_begin_bt.flip(1).cummin(dim=1).values.flip(1)
+    return end_bt - (index_t - positions_bt)
+
+
+class Sinusoidal(Positions):
+    """sqrt(d_model) · embedding + a fixed table of waves (Vaswani et al. 2017, sections 3.4 and 3.5).
+
+    PE(position, 2i) = sin(position / 10000^(2i/d_model)), PE(position, 2i + 1) = the cosine. The waves have amplitude 1
+    and an embedding as it is drawn some hundredths, so without the root a token would hardly show beside its place.
+    """
+
+    table_td: Tensor
+
+    def __init__(self, d_model: int, seq_len: int) -> None:
+        super().__init__(seq_len)
+        self.d_model = d_model
+        self._make_tables(torch.get_default_device())
+
+    def exact_tables(self) -> dict[str, Tensor]:
+        cos_td, sin_td = rope_tables(self.d_model, self.seq_len, 10000.0)
+        return {"table_td": torch.stack((sin_td, cos_td), dim=-1).flatten(1)[:, : self.d_model]}
+
+    def forward(self, x_btd: Tensor, places: Places) -> tuple[Tensor, Rotation]:
+        self._check(places.stop)
+        placed_btd = torch.add(places.rows_of(self.table_td), x_btd, alpha=math.sqrt(self.d_model))
+        return placed_btd.to(x_btd.dtype), ()
+
+
+class Learned(Positions):
+    """embedding + a weight for each position, learnt like the embedding itself (GPT-2)."""
+
+    def __init__(self, d_model: int, seq_len: int) -> None:
+        super().__init__(seq_len)
+        self.weight = nn.Parameter(torch.zeros(seq_len, d_model))
+
+    def forward(self, x_btd: Tensor, places: Places) -> tuple[Tensor, Rotation]:
+        self._check(places.stop)
+        return x_btd + places.rows_of(self.weight), ()
+
+
+def build_positions(config: ModelConfig) -> Positions:
+    """The choice that the config names.
+
+    MLA turns only the part of q and k that it keeps for it, and enlarges its scores by itself.
+    """
+    if config.positions == "none":
+        return Positions(config.seq_len)
+    if config.positions == "sinusoidal":
+        return Sinusoidal(config.d_model, config.seq_len)
+    if config.positions == "learned":
+        return Learned(config.d_model, config.seq_len)
+    head_dim, factor = config.head_dim, rope_scaling.attention_factor(config)
+    if config.attention == "mla":
+        assert config.mla_rope_dim is not None
+        head_dim, factor = config.mla_rope_dim, 1.0
+    if config.rope_scaling == "none":
+        return RotaryEmbedding(head_dim, config.seq_len, config.rope_base)
+    if config.rope_scaling == "dynamic":
+        return DynamicRotaryEmbedding(
+            head_dim,
+            config.seq_len,
+            config.rope_base,
+            config.rope_scaling_factor,
+            rope_scaling.trained_length(config),
+        )
+    frequencies = functools.partial(rope_scaling.frequencies, config, head_dim)
+    return RotaryEmbedding(head_dim, config.seq_len, config.rope_base, frequencies, factor)

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from model import attention_cpu
-from model.attention import Attention, KVCache, Mask, additive, document_mask
+from model.attention import build_attention
+from model.cache import KVCache
 from model.config import ModelConfig, checkpointing_period
 from model.feedforward import SwiGLU
 from model.loss import Head, LossSum
+from model.masks import Mask, additive, document_mask, window_mask
 from model.norms import RMSNorm
-from model.positions import RotaryEmbedding
+from model.positions import Places, Rotation, build_positions, one_text, within_documents
 
 # What "selective" checkpointing keeps: matrix products and attention, by the names autograd knows them under.
 _aten = torch.ops.aten
@@ -42,14 +44,14 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.d_model, config.norm_eps)
-        self.self_attn = Attention(config, layer)
+        self.self_attn = build_attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.d_model, config.norm_eps)
         self.mlp = SwiGLU(config.d_model, config.d_ff)
 
     def forward(
         self,
         x_btd: Tensor,
-        rotation: tuple[Tensor, Tensor],
+        rotation: Rotation,
         cache: KVCache | None = None,
         mask: Mask | None = None,
     ) -> Tensor:
@@ -77,7 +79,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
-        self.rotary = RotaryEmbedding(config.head_dim, config.seq_len, config.rope_base)
+        self.positions = build_positions(config)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.lm_head = Head(config.d_model, config.vocab_size)
@@ -109,18 +111,8 @@ class Transformer(nn.Module):
     def hidden(self, ids_bt: Tensor, cache: KVCache | None = None, documents_bt: Tensor | None = None) -> Tensor:
         """What the head reads: the residual stream after the last norm, (b, t, d_model)."""
         tokens = ids_bt.shape[1]
-        mask = None
-        if documents_bt is not None:
-            if cache is not None:
-                raise ValueError("a cache holds one document a row: leave out documents_bt")
-            rotation = self.rotary.within_documents(documents_bt)
-            mask = additive(document_mask(documents_bt), self.embed_tokens.weight.dtype)
-        elif cache is None:
-            rotation = self.rotary(0, tokens)
-        else:
-            rotation = self._rotation_after(cache, tokens)
-            mask = cache.mask(tokens)
-        x_btd: Tensor = self.embed_tokens(ids_bt)
+        places, mask = self._sight(ids_bt, cache, documents_bt)
+        x_btd, rotation = self.positions(self.embed_tokens(ids_bt), places)
         period = checkpointing_period(self.activation_checkpointing) if torch.is_grad_enabled() else 0
         for layer, block in enumerate(self.layers):
             if period and layer % period == 0:
@@ -146,12 +138,16 @@ class Transformer(nn.Module):
         out_btd: Tensor = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=keep)
         return out_btd
 
-    def _rotation_after(self, cache: KVCache, tokens: int) -> tuple[Tensor, Tensor]:
-        """The angles of the next `tokens` of each row: one slice of the tables where all rows stand at one position."""
-        if cache.is_even:
-            rotation: tuple[Tensor, Tensor] = self.rotary(cache.longest, tokens)
-            return rotation
-        return self.rotary.at(cache.positions(tokens), stop=cache.longest + tokens)
+    def _sight(self, ids_bt: Tensor, cache: KVCache | None, documents_bt: Tensor | None) -> tuple[Places, Mask | None]:
+        """Where the tokens of a pass stand, and which others each may look at: the same for all layers."""
+        tokens, window, dtype = ids_bt.shape[1], self.config.sliding_window, self.embed_tokens.weight.dtype
+        if cache is not None:
+            if documents_bt is not None:
+                raise ValueError("a cache holds one document a row: leave out documents_bt")
+            return cache.places(tokens), cache.mask(tokens)
+        if documents_bt is not None:
+            return within_documents(documents_bt), additive(document_mask(documents_bt, window), dtype)
+        return one_text(tokens), additive(window_mask(tokens, window, ids_bt.device), dtype)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model.accounting import FP32_BYTES, kv_cache_bytes_per_token, parameter_count
-from model.attention import KVCache
+from model.cache import KVCache
 from model.config import PRESETS, ModelConfig
 from model.transformer import Transformer
 

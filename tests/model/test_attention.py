@@ -7,8 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.accounting import kv_cache_bytes_per_token
-from model.attention import Attention, KVCache, attend, causal_mask
+from model.attention import Attention
+from model.cache import KVCache
 from model.config import PRESETS, ModelConfig
+from model.kernels import attend
+from model.masks import causal_mask
 from model.positions import rope_tables
 from tests.model import reference
 from tests.model.conftest import seeded
@@ -82,7 +85,7 @@ def test_the_cache_holds_kv_heads_only_and_gives_views(tiny_config: ModelConfig)
     chunk_bhtk = torch.ones(2, 2, 4, 64)
     keys_bhtk, values_bhtk = cache.append(1, chunk_bhtk, 2 * chunk_bhtk)
     assert keys_bhtk.shape == (2, 2, 4, 64)
-    assert keys_bhtk.untyped_storage().data_ptr() == cache.keys.untyped_storage().data_ptr()
+    assert keys_bhtk.untyped_storage().data_ptr() == cache.held[0].untyped_storage().data_ptr()
     assert values_bhtk.unique().tolist() == [2.0]
     assert cache.lengths == [0, 0]
     cache.advance(4)
@@ -115,8 +118,8 @@ def test_rows_of_the_cache_have_their_own_lengths(tiny_config: ModelConfig) -> N
     keys_bhjk, values_bhjk = cache.append(2, new_bhtk, -new_bhtk)
     assert keys_bhjk[:, 1, :, 63].tolist() == [[0, 0, 0, 0, 0, 1, 2], [3, 4, 0, 0, 0, 0, 0], [0, 0, 5, 6, 0, 0, 0]]
     assert torch.equal(values_bhjk, -keys_bhjk)
-    assert keys_bhjk.untyped_storage().data_ptr() == cache.keys.untyped_storage().data_ptr()
-    assert not cache.keys[:2].any()
+    assert keys_bhjk.untyped_storage().data_ptr() == cache.held[0].untyped_storage().data_ptr()
+    assert not cache.held[0][:2].any()
     cache.advance(2)
     assert cache.lengths == [7, 2, 4]
     cache.cut([2, 2, 2])

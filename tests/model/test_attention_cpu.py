@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import attention, attention_cpu
-from model.attention import attend
+from model import attention_cpu, kernels
 from model.attention_cpu import CausalAttentionOnCPU, causal_attention_on_cpu
+from model.kernels import attend
 from tests.model.conftest import seeded
 
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -91,7 +91,7 @@ def test_when_it_is_used(case: str, uses_it: bool, monkeypatch: pytest.MonkeyPat
         calls.append(given)
         return causal_attention_on_cpu(*given)
 
-    monkeypatch.setattr(attention, "causal_attention_on_cpu", spy)
+    monkeypatch.setattr(kernels, "causal_attention_on_cpu", spy)
     tokens = attention_cpu.MOST_TOKENS + 1 if case == "many tokens" else 70
     given = inputs(tokens, 2, 1, torch.float64 if case == "float64" else torch.float32)
     mask = torch.ones(tokens, tokens, dtype=torch.bool).tril() if case == "a mask" else None

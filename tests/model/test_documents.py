@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from model import attention, transformer
-from model.attention import Mask, attend, block_mask, boolean_mask, compiled_flex_attention, document_mask
+from model import kernels, transformer
+from model.cache import KVCache
 from model.config import ModelConfig
-from model.generate import KVCache
-from model.positions import RotaryEmbedding, positions_within_documents
+from model.kernels import attend
+from model.masks import Mask, block_mask, boolean_mask, compiled_flex_attention, document_mask
+from model.positions import Places, RotaryEmbedding, one_text, positions_within_documents, within_documents
 from model.transformer import Transformer
 from tests.model.conftest import lively, random_ids, seeded
 
@@ -75,11 +76,11 @@ def test_a_document_in_a_row_reads_as_it_does_alone(tiny: Transformer) -> None:
             assert start == 0 or (plain_btv[:, start:stop] - alone_btv).abs().max() > 1e-3 * scale
 
 
-def only_masked(self: RotaryEmbedding, documents_bt: Tensor) -> tuple[Tensor, Tensor]:
-    return self.forward(0, documents_bt.shape[1])
+def only_masked(documents_bt: Tensor) -> Places:
+    return one_text(documents_bt.shape[1])
 
 
-def only_restarted(documents_bt: Tensor) -> Mask:
+def only_restarted(documents_bt: Tensor, window: int | None) -> Mask:
     tokens = documents_bt.shape[1]
     return torch.ones(tokens, tokens, dtype=torch.bool).tril()
 
@@ -96,7 +97,7 @@ def test_positions_of_rope_are_relative_but_are_restarted_all_the_same(
     """Attention sees differences of positions alone, so the masks decide: what restarts only keeps the angles small."""
     ids_bt, documents_bt = row_of_documents(tiny.config)
     restarted_btv = tiny(ids_bt, documents_bt=documents_bt)
-    monkeypatch.setattr(RotaryEmbedding, "within_documents", only_masked)
+    monkeypatch.setattr(transformer, "within_documents", only_masked)
     running_btv = tiny(ids_bt, documents_bt=documents_bt)
     assert not torch.equal(running_btv, restarted_btv)
     assert (running_btv - restarted_btv).abs().max() < 1e-4 * restarted_btv.abs().max()
@@ -106,7 +107,9 @@ def test_positions_begin_again_with_every_number() -> None:
     documents_bt = torch.tensor([[0, 0, 0, 1, 1, 5, 6, 6], [4, 4, 4, 4, 4, 4, 4, 4]])
     assert positions_within_documents(documents_bt).tolist() == [[0, 1, 2, 0, 1, 0, 0, 1], list(range(8))]
     rotary = RotaryEmbedding(8, 8, 10000.0)
-    for table_b1td, plain_td in zip(rotary.within_documents(documents_bt), rotary(0, 8), strict=True):
+    for table_b1td, plain_td in zip(
+        rotary.rotation(within_documents(documents_bt)), rotary.rotation(one_text(8)), strict=True
+    ):
         assert table_b1td.shape == (2, 1, 8, 4)
         assert torch.equal(table_b1td[0, 0], plain_td[[0, 1, 2, 0, 1, 0, 0, 1]])
         assert torch.equal(table_b1td[1, 0], plain_td)
@@ -127,7 +130,7 @@ def test_one_document_is_a_row_without_masks(tiny: Transformer) -> None:
 
 def test_the_mask_is_made_once_for_all_layers(tiny: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(transformer, "document_mask", lambda documents: calls.append(1) or document_mask(documents))
+    monkeypatch.setattr(transformer, "document_mask", lambda *given: calls.append(1) or document_mask(*given))
     ids_bt, documents_bt = row_of_documents(tiny.config)
     tiny(ids_bt, documents_bt=documents_bt)
     assert len(calls) == 1
@@ -185,7 +188,7 @@ def forgotten() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_a_block_mask_gives_what_the_booleans_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """flex_attention not compiled, which on a CPU has no backward pass."""
-    monkeypatch.setattr(attention, "compiled_flex_attention", lambda: flex_attention)
+    monkeypatch.setattr(kernels, "compiled_flex_attention", lambda: flex_attention)
     generator = seeded(1)
     q_bhtk, k_bhtk, v_bhtk = (torch.randn(2, heads, 300, 64, generator=generator) for heads in (4, 2, 2))
     documents_bt = (torch.rand(2, 300, generator=generator) < 0.03).cumsum(dim=1)
@@ -205,7 +208,7 @@ def test_a_row_has_the_loss_and_the_gradients_of_its_documents_apart(
 ) -> None:
     """Under SDPA's mask and flex_attention's, whose backward pass runs on a CPU too if one doesn't ask first."""
     monkeypatch.setattr(transformer, "document_mask", make_mask)
-    monkeypatch.setattr(attention, "compiled_flex_attention", lambda: flex_attention)
+    monkeypatch.setattr(kernels, "compiled_flex_attention", lambda: flex_attention)
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     ids_bt, documents_bt = row_of_documents(tiny.config)
     targets_bt = random_ids(tiny.config, 2, 40, seed=8)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention import KVCache
+from model.cache import KVCache
 from model.config import ModelConfig
 from model.generate import generate, probabilities
 from model.transformer import Transformer

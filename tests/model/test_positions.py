@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
-from model.positions import RotaryEmbedding, reorder, rope_tables, rotate
+from model.positions import Places, RotaryEmbedding, one_text, reorder, rope_tables, rotate
 from model.transformer import Transformer
 from tests.model import reference
 from tests.model.conftest import lively, random_ids, seeded
@@ -80,7 +80,7 @@ def assert_exact(rotary: RotaryEmbedding) -> None:
     """The tables equal float64 angles to fp32's last place at every position, and are what forward gives out."""
     position = np.arange(rotary.seq_len)[:, None]
     angle = position * 10000.0 ** (-np.arange(0, rotary.head_dim, 2) / rotary.head_dim)
-    cos_td, sin_td = rotary(0, rotary.seq_len)
+    cos_td, sin_td = rotary.rotation(one_text(rotary.seq_len))
     assert cos_td.dtype == sin_td.dtype == torch.float32
     assert np.abs(cos_td.double().numpy() - np.cos(angle)).max() < 6e-8
     assert np.abs(sin_td.double().numpy() - np.sin(angle)).max() < 6e-8
@@ -131,7 +131,7 @@ def test_a_cast_behind_the_modules_back_is_refused() -> None:
     rotary = RotaryEmbedding(64, 16, 10000.0)
     rotary.cos_td.data = rotary.cos_td.data.bfloat16()
     with pytest.raises(RuntimeError, match="bfloat16"):
-        rotary(0, 4)
+        rotary.rotation(one_text(4))
 
 
 def test_tables_are_not_saved(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_half_precision_is_rotated_in_fp32() -> None:
 
 def test_positions_past_the_end_are_refused() -> None:
     with pytest.raises(ValueError, match="position 16 is past the model's seq_len = 16"):
-        RotaryEmbedding(64, 16, 10000.0)(10, 7)
+        RotaryEmbedding(64, 16, 10000.0).rotation(Places(10, 17))
 
 
 @pytest.mark.parametrize("layout", ["rotate_half", "interleaved"])

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import KVCache
+from model.cache import KVCache
 from model.config import PRESETS, ModelConfig
 from model.transformer import Transformer
 from model.verify import CHECK_NAMES, Check, check_initial_loss, check_parameters, verify
@@ -113,10 +113,14 @@ def test_cache_catches_a_prefill_that_is_not_causal(
 
 
 def test_cache_catches_positions_that_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    from model.positions import RotaryEmbedding
+    from model.positions import Places, RotaryEmbedding, Rotation
 
-    original = RotaryEmbedding.forward
-    monkeypatch.setattr(RotaryEmbedding, "forward", lambda self, start, length: original(self, 0, length))
+    original = RotaryEmbedding.rotation
+
+    def restarted(self: RotaryEmbedding, places: Places) -> Rotation:
+        return original(self, Places(0, places.stop - places.start))
+
+    monkeypatch.setattr(RotaryEmbedding, "rotation", restarted)
     assert list(failed(checks())) == ["cache"]
 
 

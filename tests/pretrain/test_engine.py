@@ -208,8 +208,8 @@ def precision_case(ranks: Ranks, offered: list[tuple[int, str, str]]) -> list[di
                     "weights": dtypes,
                     "masters": masters,
                     "states": states,
-                    "rope": module.rotary.cos_td.dtype,
-                    "rope_exact": torch.equal(module.rotary.cos_td, Transformer(config.model).rotary.cos_td),
+                    "rope": module.positions.cos_td.dtype,
+                    "rope_exact": torch.equal(module.positions.cos_td, Transformer(config.model).positions.cos_td),
                     "gathered": {name: tuple(w.shape) for name, w in engine.gather_weights().items()},
                 }
             )

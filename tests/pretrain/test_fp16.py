@@ -83,7 +83,7 @@ def trained(
             for key, tensor in state.items()
             if key != "step"
         },
-        "rope": engine._engine.module.rotary.cos_td.dtype,
+        "rope": engine._engine.module.positions.cos_td.dtype,
         "skipped": engine.skipped_steps,
     }
     return steps, held

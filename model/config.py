@@ -153,6 +153,8 @@ def _contradictions(config: ModelConfig) -> Iterator[str]:
         yield (
             f'attention = "mla" has positions in its rotary part alone: positions = "{config.positions}" must be "rope"'
         )
+    if mla and config.qk_norm:
+        yield 'qk_norm is not for attention = "mla": no key is kept that it could norm, and the latent has its own norm'
     if mla and config.n_kv_heads != config.n_heads:
         yield (
             f'attention = "mla" makes keys and values for each query head out of the latent: n_kv_heads = '
@@ -176,10 +178,18 @@ def _contradictions(config: ModelConfig) -> Iterator[str]:
     yield from _scaling_contradictions(config)
 
 
+def _rotary_dim(config: ModelConfig) -> int | None:
+    return config.mla_rope_dim if config.attention == "mla" else config.head_dim
+
+
 def _scaling_contradictions(config: ModelConfig) -> Iterator[str]:
     scaled, original = config.rope_scaling != "none", config.rope_original_seq_len
     if scaled and config.positions != "rope":
         yield f'rope_scaling = "{config.rope_scaling}" needs positions = "rope", not "{config.positions}"'
+    if config.rope_scaling == "dynamic" and _rotary_dim(config) == 2:
+        yield 'rope_scaling = "dynamic" needs more than the 2 dimensions that turn here: a single pair has no slower one'
+    if config.rope_scaling == "yarn" and config.rope_base <= 1:
+        yield f'rope_scaling = "yarn" needs a rope_base above 1, not {config.rope_base}: its pairs turn at one speed'
     if config.rope_scaling_factor < 1:
         yield f"rope_scaling_factor = {config.rope_scaling_factor} must be at least 1: it stretches the window"
     if not scaled and config.rope_scaling_factor != 1:

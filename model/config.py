@@ -187,7 +187,7 @@ def _scaling_contradictions(config: ModelConfig) -> Iterator[str]:
     if scaled and config.positions != "rope":
         yield f'rope_scaling = "{config.rope_scaling}" needs positions = "rope", not "{config.positions}"'
     if config.rope_scaling == "dynamic" and _rotary_dim(config) == 2:
-        yield 'rope_scaling = "dynamic" needs more than the 2 dimensions that turn here: a single pair has no slower one'
+        yield 'rope_scaling = "dynamic" needs more than the 2 dimensions that turn here: one pair has no slower one'
     if config.rope_scaling == "yarn" and config.rope_base <= 1:
         yield f'rope_scaling = "yarn" needs a rope_base above 1, not {config.rope_base}: its pairs turn at one speed'
     if config.rope_scaling_factor < 1:

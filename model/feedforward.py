@@ -1,24 +1,36 @@
 """The feed-forward half of a block: each token on its own."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.config import ModelConfig
+
+# GELU in the form of GPT-2's weights, x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))) (Hendrycks & Gimpel 2016,
+# section 2): within 5e-4 of x · Φ(x) everywhere, and not the same.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": functools.partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
+
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)): three matrices, no bias (Shazeer 2020, eq. 6).
+    """down(silu(gate(x)) · up(x)): three matrices (Shazeer 2020, eq. 6).
 
     The gate decides, dimension by dimension, how much of `up` passes; at equal parameters it beats the two-matrix
     form with ReLU or GELU.
     """
 
-    def __init__(self, d_model: int, d_ff: int) -> None:
+    def __init__(self, d_model: int, d_ff: int, bias: bool = False) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(d_model, d_ff, bias=False)
-        self.up_proj = nn.Linear(d_model, d_ff, bias=False)
-        self.down_proj = nn.Linear(d_ff, d_model, bias=False)
+        self.gate_proj = nn.Linear(d_model, d_ff, bias=bias)
+        self.up_proj = nn.Linear(d_model, d_ff, bias=bias)
+        self.down_proj = nn.Linear(d_ff, d_model, bias=bias)
 
     def forward(self, x_btd: Tensor) -> Tensor:
         out_btd: Tensor = self.down_proj(_gated(self.gate_proj(x_btd), self.up_proj(x_btd)))
@@ -45,3 +57,24 @@ class _Gated(torch.autograd.Function):
         gate_btf, up_btf = ctx.saved_tensors
         grad_gate_btf: Tensor = torch.ops.aten.silu_backward(grad_btf * up_btf, gate_btf)
         return grad_gate_btf, F.silu(gate_btf).mul_(grad_btf)
+
+
+class FeedForward(nn.Module):
+    """down(activation(up(x))): two matrices (Vaswani et al. 2017, eq. 2, with ReLU)."""
+
+    def __init__(self, d_model: int, d_ff: int, bias: bool, activation: str) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(d_model, d_ff, bias=bias)
+        self.down_proj = nn.Linear(d_ff, d_model, bias=bias)
+        self.activation = ACTIVATIONS[activation]
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        out_btd: Tensor = self.down_proj(self.activation(self.up_proj(x_btd)))
+        return out_btd
+
+
+def build_feedforward(config: ModelConfig) -> nn.Module:
+    """The choice that the config names."""
+    if config.ffn == "swiglu":
+        return SwiGLU(config.d_model, config.d_ff, config.bias)
+    return FeedForward(config.d_model, config.d_ff, config.bias, config.ffn)

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.config import ModelConfig
+
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight, over the last dimension (Zhang & Sennrich 2019, eq. 4).
@@ -24,6 +26,29 @@ class RMSNorm(nn.Module):
             normed_btd: Tensor = _RMSNormOnCPU.apply(x_btd, self.weight, self.eps)  # type: ignore[no-untyped-call]
             return normed_btd
         return F.rms_norm(x_btd, self.weight.shape, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) · weight + bias, over the last dimension (Ba et al. 2016, eq. 4).
+
+    The variance is that of the numbers at hand, the mean of squared distances. torch's kernels form both statistics in
+    fp32 whatever the dtype of x.
+    """
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.eps = eps
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        return F.layer_norm(x_btd, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def build_norm(config: ModelConfig) -> nn.Module:
+    """The choice that the config names, over the model's width."""
+    kind = LayerNorm if config.norm == "layer" else RMSNorm
+    return kind(config.d_model, config.norm_eps)
 
 
 class _RMSNormOnCPU(torch.autograd.Function):

@@ -1,11 +1,11 @@
-"""The Llama-style decoder, top to bottom: ids -> embedding -> blocks -> last norm -> head.
+"""The decoder, top to bottom: ids -> embedding -> blocks -> last norm -> head.
 
+It is Llama's where nothing else is chosen. A choice is a module of its own, made once, by a `build_…` function.
 Suffixes of tensor names: b batch, t tokens, d model width, v vocabulary.
 Parameter names are Hugging Face's, without the leading "model.".
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from model import attention_cpu
-from model.attention import build_attention
+from model.blocks import build_block
 from model.cache import KVCache
 from model.config import ModelConfig, checkpointing_period
-from model.feedforward import SwiGLU
+from model.initial import draw
 from model.loss import Head, LossSum
 from model.masks import Mask, additive, document_mask, window_mask
-from model.norms import RMSNorm
-from model.positions import Places, Rotation, build_positions, one_text, within_documents
+from model.norms import build_norm
+from model.positions import Places, build_positions, one_text, within_documents
 
 # What "selective" checkpointing keeps: matrix products and attention, by the names autograd knows them under.
 _aten = torch.ops.aten
@@ -33,31 +33,6 @@ COSTLY_OPERATIONS = [
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 ]
-
-
-class Block(nn.Module):
-    """Attention, then feed-forward, each reading a normed copy of the residual stream and adding to it (Pre-Norm).
-
-    The stream itself meets no norm, so gradients reach the first block undamped.
-    """
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.d_model, config.norm_eps)
-        self.self_attn = build_attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.d_model, config.norm_eps)
-        self.mlp = SwiGLU(config.d_model, config.d_ff)
-
-    def forward(
-        self,
-        x_btd: Tensor,
-        rotation: Rotation,
-        cache: KVCache | None = None,
-        mask: Mask | None = None,
-    ) -> Tensor:
-        x_btd = x_btd + self.self_attn(self.input_layernorm(x_btd), rotation, cache, mask)
-        out_btd: Tensor = x_btd + self.mlp(self.post_attention_layernorm(x_btd))
-        return out_btd
 
 
 class Transformer(nn.Module):
@@ -80,8 +55,8 @@ class Transformer(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
         self.positions = build_positions(config)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
-        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self.layers = nn.ModuleList(build_block(config, layer) for layer in range(config.n_layers))
+        self.norm = build_norm(config) if config.norm_place == "pre" else nn.Identity()  # else the last block's
         self.lm_head = Head(config.d_model, config.vocab_size)
         self._tie()
         self.init_weights(generator)
@@ -151,22 +126,8 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Draw every weight: norms 1, matrices N(0, init_std), the two that write to the residual stream smaller.
-
-        2 · n_layers outputs add up in the stream; scaling each by 1/sqrt(2 · n_layers) keeps the variance of their
-        sum from growing with depth (GPT-2, section 2.3).
-        """
-        std = self.config.init_std
-        residual_std = std / math.sqrt(2 * self.config.n_layers)
-        for name, parameter in self.named_parameters():
-            if parameter.numel() == 0:
-                raise RuntimeError(f"{name} is empty (partitioned?): draw the weights before an engine splits them")
-            if name.endswith("norm.weight"):
-                parameter.fill_(1.0)
-            elif name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.normal_(0.0, residual_std, generator=generator)
-            else:
-                parameter.normal_(0.0, std, generator=generator)
+        """Draw every weight: see `model.initial`."""
+        draw(self, self.config, generator)
 
     def _tie(self) -> None:
         if self.config.tied:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.blocks import Block
 from model.config import PRESETS, ModelConfig, ModelConfigError
-from model.transformer import Block, Transformer
+from model.transformer import Transformer
 from tests.model import reference
 from tests.model.conftest import lively, random_ids, seeded
 from tests.model.dispatched import LiveBytes, Products
@@ -90,7 +91,7 @@ def test_initial_deviations_and_the_unscaled_residual_is_caught(
     tiny_config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert wrong_deviations(Transformer(tiny_config, seeded(0))) == []
-    monkeypatch.setattr("model.transformer.math.sqrt", lambda _: 1.0)
+    monkeypatch.setattr("model.initial.math.sqrt", lambda _: 1.0)
     unscaled = Transformer(tiny_config, seeded(0))
     monkeypatch.undo()
     assert set(wrong_deviations(unscaled)) == {

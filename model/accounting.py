@@ -133,7 +133,15 @@ def flops_per_token(config: ModelConfig, seq_len: int | None = None) -> Flops:
 def kv_cache_bytes_per_token(
     config: ModelConfig, bytes_per_value: int = BF16_BYTES, *, kv_heads: int | None = None
 ) -> int:
-    """2 · n_layers · kv_heads · head_dim · bytes_per_value; pass kv_heads = n_heads for full multi-head attention."""
+    """2 · n_layers · kv_heads · head_dim · bytes_per_value; pass kv_heads = n_heads for full multi-head attention.
+
+    MLA holds one latent and one rotary key a token and layer: n_layers · (mla_latent + mla_rope_dim) · bytes_per_value.
+    A sliding window spares reading, not holding: every token is counted.
+    """
+    if config.attention == "mla" and kv_heads is None:
+        assert config.mla_latent is not None
+        assert config.mla_rope_dim is not None
+        return config.n_layers * (config.mla_latent + config.mla_rope_dim) * bytes_per_value
     heads = config.n_kv_heads if kv_heads is None else kv_heads
     return 2 * config.n_layers * heads * config.head_dim * bytes_per_value
 

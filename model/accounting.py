@@ -3,9 +3,13 @@
 verify.py holds these sums against the built module, so neither can be wrong alone.
 """
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from model.config import ModelConfig
+
+FEEDFORWARDS = {"swiglu": "SwiGLU", "relu": "ReLU feed-forward", "gelu": "GELU feed-forward"}
 
 BF16_BYTES = 2
 FP32_BYTES = 4
@@ -14,6 +18,8 @@ FLOPS_FORMULA = (
     "training FLOPs per token = 6 · weights of the matrices + 12 · n_layers · n_heads · head_dim · (keys per query),"
     " with seq_len keys per query if attention is full, (seq_len + 1) / 2 if causal"
 )
+MLA_FLOPS = "MLA's attention takes 6 · n_layers · n_heads · (2 · head_dim + mla_rope_dim) a key"
+WINDOW_FLOPS = "of sliding_window keys no query meets more"
 STATIC_MEMORY_FORMULA = (
     "bf16 weights 2 + bf16 gradients 2 + fp32 master 4 + two fp32 AdamW moments 8 = 16 B/parameter, unsharded,"
     " gradients accumulated in bf16"
@@ -49,39 +55,27 @@ class Flops:
         return self.matrices + self.attention_full
 
 
+Shapes = Iterator[tuple[str, tuple[int, ...]]]  # name and shape
+
+
 def parameter_count(config: ModelConfig) -> int:
     """All parameters; a tied head counts once, with the embedding."""
-    embeddings = (1 if config.tied else 2) * config.vocab_size * config.d_model
-    return embeddings + config.n_layers * _block(config) + config.d_model
+    outside = _sum(_before_blocks(config)) + _sum(_behind_blocks(config))
+    return outside + config.n_layers * _sum(_block(config))
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name → shape of every parameter, in the order in which the module has them; a tied head is the embedding."""
-    d, q_width, kv_width = config.d_model, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    block = {
-        "input_layernorm": (d,),
-        "self_attn.q_proj": (q_width, d),
-        "self_attn.k_proj": (kv_width, d),
-        "self_attn.v_proj": (kv_width, d),
-        "self_attn.o_proj": (d, q_width),
-        "post_attention_layernorm": (d,),
-        "mlp.gate_proj": (config.d_ff, d),
-        "mlp.up_proj": (config.d_ff, d),
-        "mlp.down_proj": (d, config.d_ff),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (config.vocab_size, d)}
+    block = dict(_block(config))
+    shapes = dict(_before_blocks(config))
     for layer in range(config.n_layers):
-        shapes.update({f"layers.{layer}.{name}.weight": shape for name, shape in block.items()})
-    shapes["norm.weight"] = (d,)
-    if not config.tied:
-        shapes["lm_head.weight"] = (config.vocab_size, d)
-    return shapes
+        shapes.update({f"layers.{layer}.{name}": shape for name, shape in block.items()})
+    return shapes | dict(_behind_blocks(config))
 
 
 def parameter_parts(config: ModelConfig) -> list[Part]:
-    """The parameter table, part by part; the last line is the whole."""
-    d, block, total = config.d_model, _block(config), parameter_count(config)
-    q_width, kv_width = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    """The parameter table, part by part, a matrix with its bias; the last line is the whole."""
+    block, total = _sum(_block(config)), parameter_count(config)
 
     def of_block(name: str, parameters: int) -> Part:
         return Part(name, parameters, parameters / block, "block")
@@ -89,18 +83,22 @@ def parameter_parts(config: ModelConfig) -> list[Part]:
     def of_model(name: str, parameters: int) -> Part:
         return Part(name, parameters, parameters / total, "model")
 
-    embedding = config.vocab_size * d
+    def each(shapes: Shapes) -> Iterator[Part]:
+        layers: dict[str, int] = {}
+        for name, shape in shapes:
+            layer = name.split(".")[1]
+            layers[layer] = layers.get(layer, 0) + math.prod(shape)
+        return (of_block(layer, parameters) for layer, parameters in layers.items())
+
+    embedding = config.vocab_size * config.d_model
+    streams = _sum(_streams(config))
     return [
-        of_block("q_proj", d * q_width),
-        of_block("k_proj", d * kv_width),
-        of_block("v_proj", d * kv_width),
-        of_block("o_proj", q_width * d),
-        of_block("attention", _attention(config)),
-        of_block("gate_proj", d * config.d_ff),
-        of_block("up_proj", d * config.d_ff),
-        of_block("down_proj", config.d_ff * d),
-        of_block("SwiGLU", _feedforward(config)),
-        of_block("two norms", 2 * d),
+        *each(_attention(config)),
+        of_block("attention", _sum(_attention(config))),
+        *each(_feedforward(config)),
+        of_block(FEEDFORWARDS[config.ffn], _sum(_feedforward(config))),
+        of_block("two norms", 2 * _sum(_norm(config, "norm"))),
+        *([of_block("streams' gates and mixing", streams)] if streams else []),
         of_model("block", block),
         of_model(f"{config.n_layers} blocks", config.n_layers * block),
         *(
@@ -108,7 +106,8 @@ def parameter_parts(config: ModelConfig) -> list[Part]:
             if config.tied
             else [of_model("embedding", embedding), of_model("output", embedding)]
         ),
-        of_model("last norm", d),
+        *([of_model("positions", config.seq_len * config.d_model)] if config.positions == "learned" else []),
+        *([of_model("last norm", _sum(_norm(config, "norm")))] if config.norm_place == "pre" else []),
         of_model("model", total),
     ]
 
@@ -117,17 +116,28 @@ def flops_per_token(config: ModelConfig, seq_len: int | None = None) -> Flops:
     """Training FLOPs per token at a window of `seq_len` (the config's by default), causal and full attention apart.
 
     A multiply-add is 2 FLOPs and backward costs twice forward, hence 6 per weight; attention's two products, q·k and
-    scores·v, take 2 · 2 · n_heads · head_dim forward per key (PaLM, appendix B). Embedding look-up, norms, RoPE,
-    softmax are not counted; the head is.
+    scores·v, take 2 · 2 · n_heads · head_dim forward per key (PaLM, appendix B), with MLA q·k over rotary dimensions
+    too. Embedding look-up, norms, RoPE, softmax, mixing of residual streams are not counted; the head is.
     """
     window = config.seq_len if seq_len is None else seq_len
-    weights = config.n_layers * (_attention(config) + _feedforward(config)) + config.vocab_size * config.d_model
-    per_key = 12 * config.n_layers * config.n_heads * config.head_dim
+    most = window if config.sliding_window is None else min(window, config.sliding_window)  # keys that a query meets
+    shapes = (*_attention(config), *_feedforward(config))
+    weights = config.n_layers * sum(math.prod(shape) for _, shape in shapes if len(shape) == 2)
+    weights += config.vocab_size * config.d_model
+    per_key = 6 * config.n_layers * config.n_heads * (2 * config.head_dim + (config.mla_rope_dim or 0))
+    met = most * (most + 1) // 2 + (window - most) * most  # by all queries of a window, each its own past
     return Flops(
         matrices=6 * weights,
-        attention_causal=per_key * (window + 1) // 2,
-        attention_full=per_key * window,
+        attention_causal=per_key * met // window,
+        attention_full=per_key * most,
     )
+
+
+def flops_formula(config: ModelConfig) -> str:
+    """FLOPS_FORMULA, and what beside it holds for this model."""
+    beside = [MLA_FLOPS] if config.attention == "mla" else []
+    beside += [WINDOW_FLOPS] if config.sliding_window is not None else []
+    return "; ".join((FLOPS_FORMULA, *beside))
 
 
 def kv_cache_bytes_per_token(
@@ -158,13 +168,77 @@ def static_memory_bytes(config: ModelConfig) -> dict[str, int]:
     }
 
 
-def _attention(config: ModelConfig) -> int:
-    return 2 * config.d_model * (config.n_heads + config.n_kv_heads) * config.head_dim
+# ---------------------------------------------------------------- names and shapes, in the order of the module
 
 
-def _feedforward(config: ModelConfig) -> int:
-    return 3 * config.d_model * config.d_ff
+def _before_blocks(config: ModelConfig) -> Shapes:
+    yield "embed_tokens.weight", (config.vocab_size, config.d_model)
+    if config.positions == "learned":
+        yield "positions.weight", (config.seq_len, config.d_model)
 
 
-def _block(config: ModelConfig) -> int:
-    return _attention(config) + _feedforward(config) + 2 * config.d_model
+def _behind_blocks(config: ModelConfig) -> Shapes:
+    if config.norm_place == "pre":
+        yield from _norm(config, "norm")
+    if not config.tied:
+        yield "lm_head.weight", (config.vocab_size, config.d_model)
+
+
+def _block(config: ModelConfig) -> Shapes:
+    if config.norm_place == "pre":
+        yield from _norm(config, "input_layernorm")
+    yield from _attention(config)
+    yield from _norm(config, "post_attention_layernorm")
+    yield from _feedforward(config)
+    if config.norm_place != "pre":
+        yield from _norm(config, "post_feedforward_layernorm")
+    yield from _streams(config)
+
+
+def _attention(config: ModelConfig) -> Shapes:
+    d, heads, k = config.d_model, config.n_heads, config.head_dim
+    if config.attention == "mla":
+        assert config.mla_latent is not None
+        assert config.mla_rope_dim is not None
+        yield from _linear(config, "self_attn.q_proj", heads * (k + config.mla_rope_dim), d)
+        yield from _linear(config, "self_attn.kv_a_proj_with_mqa", config.mla_latent + config.mla_rope_dim, d)
+        yield "self_attn.kv_a_layernorm.weight", (config.mla_latent,)
+        yield from _linear(config, "self_attn.kv_b_proj", heads * 2 * k, config.mla_latent)
+    else:
+        yield from _linear(config, "self_attn.q_proj", heads * k, d)
+        yield from _linear(config, "self_attn.k_proj", config.n_kv_heads * k, d)
+        yield from _linear(config, "self_attn.v_proj", config.n_kv_heads * k, d)
+    yield from _linear(config, "self_attn.o_proj", d, heads * k)
+    if config.qk_norm:
+        yield "self_attn.q_norm.weight", (k,)
+        yield "self_attn.k_norm.weight", (k,)
+
+
+def _feedforward(config: ModelConfig) -> Shapes:
+    if config.ffn == "swiglu":
+        yield from _linear(config, "mlp.gate_proj", config.d_ff, config.d_model)
+    yield from _linear(config, "mlp.up_proj", config.d_ff, config.d_model)
+    yield from _linear(config, "mlp.down_proj", config.d_model, config.d_ff)
+
+
+def _streams(config: ModelConfig) -> Shapes:
+    for sublayer in ("attention", "mlp") if config.residual == "hyper" else ():
+        yield f"{sublayer}_streams.read_gates", (config.n_streams,)
+        yield f"{sublayer}_streams.write_gates", (config.n_streams,)
+        yield f"{sublayer}_streams.mixing_logits", (config.n_streams, config.n_streams)
+
+
+def _linear(config: ModelConfig, name: str, outputs: int, inputs: int) -> Shapes:
+    yield f"{name}.weight", (outputs, inputs)
+    if config.bias:
+        yield f"{name}.bias", (outputs,)
+
+
+def _norm(config: ModelConfig, name: str) -> Shapes:
+    yield f"{name}.weight", (config.d_model,)
+    if config.norm == "layer":
+        yield f"{name}.bias", (config.d_model,)
+
+
+def _sum(shapes: Shapes) -> int:
+    return sum(math.prod(shape) for _, shape in shapes)

@@ -116,7 +116,7 @@ class Demo:
     def evaluate(self) -> bool:
         """Whether the model is as far below the unigram entropy as promised."""
         self.heading("5/6 evaluation on held-out text")
-        scores = json.loads(self.captured("pretrain", "evaluate", RUN, "--json"))
+        scores = json.loads(self.captured("pretrain", "evaluate", RUN, "--json"))["scores"]
         for source, score in scores.items():
             loss = (
                 f"loss {score['loss']:.3f} nats/token (unigram {score['unigram']:.3f}, uniform {score['uniform']:.3f})"

@@ -269,14 +269,22 @@ def model_config(path: Path) -> ModelConfig:
 def fill(model: Transformer, weights: Mapping[str, torch.Tensor], path: Path) -> None:
     """Put a checkpoint's weights into a model of its sizes, cast to the model's dtype.
 
-    Raises CheckpointError unless they are all of the model's, tied ones once.
+    Raises CheckpointError unless they are all of the model's, of its shapes, tied ones once.
     """
-    missing = model.load_state_dict(weights, strict=False).missing_keys
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
-        n for n, _ in model.named_parameters()
-    }
-    if set(missing) - tied:
-        raise CheckpointError(f"{path}/weights.safetensors lacks {sorted(set(missing) - tied)[:3]} of {len(missing)}")
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found = {name: tuple(weight.shape) for name, weight in weights.items()}
+    lacking, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    other = [name for name in wanted if name in found and found[name] != wanted[name]]
+    if lacking:
+        raise CheckpointError(f"{path}/weights.safetensors lacks {lacking[:3]} of {len(lacking)}")
+    if other:
+        raise CheckpointError(
+            f"{path}: {other[0]} is {found[other[0]]} among the weights, {wanted[other[0]]} in the model that "
+            "model.json describes: they are not of one model"
+        )
+    if unknown:
+        raise CheckpointError(f"{path}: model.json describes no model with {unknown[:3]} of {len(unknown)}")
+    model.load_state_dict(weights, strict=False)
 
 
 def load_model(path: Path, device: torch.device | None = None) -> Transformer:
@@ -285,11 +293,17 @@ def load_model(path: Path, device: torch.device | None = None) -> Transformer:
     A CPU computes fp16 weights in fp32, with a warning: fp32 holds them exactly, and CPUs have kernels for it.
     Raises CheckpointError where the files are damaged or do not fit each other.
     """
-    from model.transformer import Transformer
-
     path = find(path)
     verify(path)
-    config, weights = load_weights(path)
+    return model_of(*load_weights(path), path, device)
+
+
+def model_of(
+    config: ModelConfig, weights: Mapping[str, torch.Tensor], path: Path, device: torch.device | None = None
+) -> Transformer:
+    """The model of these sizes and weights, ready to be asked; see `load_model`. `path`: where they were read."""
+    from model.transformer import Transformer
+
     dtype = next(iter(weights.values())).dtype
     if dtype == torch.float16 and (device is None or device.type == "cpu"):
         warnings.warn(f"{path}: its fp16 weights are computed in fp32 on this CPU", stacklevel=2)

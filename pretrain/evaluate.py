@@ -1,4 +1,4 @@
-"""How well a model predicts held-out text: loss, perplexity, bits per byte, beside two baselines.
+"""In training: how well the model predicts held-out text: loss, perplexity, bits per byte, beside two baselines.
 
 Every token of a validation split, each document's EOS included, is scored exactly once: the split is one stream, an EOS
 is put before it as the first context, and windows of seq_len follow each other without overlap. A model that was
@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,13 +25,10 @@ from numpy.typing import NDArray
 from data_pipeline.loader import Scored, evaluation_batches, evaluation_size
 from data_pipeline.order import PackingMode
 from data_pipeline.packing import number_documents
-from data_pipeline.shards import DataFormatError, Split, open_collection
+from data_pipeline.shards import DataFormatError, Split
 from data_pipeline.stream import TokenStream
 from model.loss import IGNORED, LossSum
-from pretrain.checkpoint import find, load_model, run_of, tokenizer_of
-from pretrain.config import RecipeError, from_root, load_recipe
-from pretrain.runtime import Ranks, pick_device
-from tokenizer.codec import Codec
+from pretrain.runtime import Ranks
 
 Forward = Callable[[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None], LossSum]
 
@@ -128,61 +124,4 @@ def _score(parts: Sequence[tuple[Scored, float, NDArray[np.int64]]], vocab_size:
         loss=sum(loss for _, loss, _ in parts) / tokens,
         uniform=math.log(vocab_size),
         unigram=float(-(frequencies * np.log(frequencies)).sum()),
-    )
-
-
-def evaluate_checkpoint(
-    checkpoint: Path,
-    data: Path | None,
-    *,
-    batch_size: int,
-    max_tokens: int | None,
-    accelerator: str | None = None,
-    on_tokens: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[str, Score]:
-    """Score a run's newest checkpoint, or the one named, on `data` (the run's own collection if None).
-
-    Imported weights have no run: their documents are scored as they stand, one behind the other.
-    Raises CheckpointError, DataFormatError or TokenizerError, also where data and checkpoint have other tokenizers.
-    """
-    tokenizer = tokenizer_of(checkpoint)
-    imported = tokenizer.parent == find(checkpoint)
-    recipe = None if imported else load_recipe(run_of(checkpoint).recipe)
-    if data is None:
-        if recipe is None:
-            raise RecipeError(f"{checkpoint} are imported weights, which have no data of their own: give --data")
-        data = from_root(recipe.data.path)
-    collection = open_collection(data)
-    codec = Codec.load(tokenizer)
-    if codec.fingerprint != collection.fingerprint:
-        raise DataFormatError(
-            f"{data} was written with the tokenizer {collection.fingerprint[:12]}, {checkpoint} was trained with "
-            f"{codec.fingerprint[:12]}: prepare the text again with --tokenizer {tokenizer}"
-        )
-    device = pick_device(0, accelerator)
-    model = load_model(checkpoint, device)
-    if max_tokens is not None and max_tokens < model.config.seq_len:
-        raise RecipeError(
-            f"--max-tokens {max_tokens} is less than one window of {model.config.seq_len} tokens: raise it"
-        )
-
-    @torch.no_grad()
-    def forward(inputs: NDArray[np.int64], targets: NDArray[np.int64], documents: NDArray[np.int64] | None) -> LossSum:
-        ids_bt, targets_bt = (torch.from_numpy(array).to(device) for array in (inputs, targets))
-        documents_bt = None if documents is None else torch.from_numpy(documents).to(device)
-        loss: LossSum = model(ids_bt, targets_bt, documents_bt=documents_bt)
-        return loss
-
-    return evaluate(
-        forward,
-        {name: source.splits["validation"] for name, source in collection.sources.items()},
-        seq_len=model.config.seq_len,
-        batch_size=batch_size,
-        eos_id=collection.eos_id,
-        vocab_size=model.config.vocab_size,
-        max_tokens=max_tokens,
-        isolated=recipe is not None and isolates_documents(recipe.data.packing),
-        ranks=Ranks(0, 0, 1),
-        device=device,
-        on_tokens=on_tokens,
     )

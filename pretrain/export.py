@@ -159,8 +159,8 @@ def import_hf(
     refuse_among_checkpoints(out)
     refuse_occupied(out, overwrite=overwrite, replaceable=IMPORTED, kind="checkpoint")
     try:
-        config = replace(_read_config(folder), rope_layout=rope_layout)
-        codec = _tokenizer(folder, tokenizer, config)
+        config = replace(read_config(folder), rope_layout=rope_layout)
+        codec = tokenizer_in(folder, tokenizer, config)
         weights = read_weights(folder, config)
     except WeightsError as error:
         raise CheckpointError(str(error)) from None
@@ -180,7 +180,8 @@ def refuse_among_checkpoints(out: Path) -> None:
         )
 
 
-def _read_config(folder: Path) -> ModelConfig:
+def read_config(folder: Path) -> ModelConfig:
+    """The sizes in a folder's config.json. Raises WeightsError for what is no model of ours."""
     path = folder / CONFIG
     try:
         table = json.loads(path.read_bytes())
@@ -195,7 +196,11 @@ def _read_config(folder: Path) -> ModelConfig:
         raise WeightsError(f"{path}: {error}") from None
 
 
-def _tokenizer(folder: Path, given: Path | None, config: ModelConfig) -> Codec:
+def tokenizer_in(folder: Path, given: Path | None, config: ModelConfig) -> Codec:
+    """The tokenizer of the ids that a folder's model knows: `given`, or one of ours that lies in the folder.
+
+    Raises CheckpointError where there is none, or where it gives ids that the model has not.
+    """
     if given is None and not (folder / DESCRIPTION_FILE).is_file():
         raise CheckpointError(
             f"{folder} holds no tokenizer that this program made ({DESCRIPTION_FILE} is missing): give --tokenizer, "

@@ -275,7 +275,7 @@ def test_every_report_is_strict_json(tmp_path: Path) -> None:
     assert report("launch", "run", recipe, "--dry-run", "--json")["world_size"] == 1
     done = python("-m", "pretrain", "run", recipe, "--run", run)
     assert done.returncode == 0, done.stderr
-    assert "all" in report("pretrain", "evaluate", run, "--json")
+    assert "all" in report("pretrain", "evaluate", run, "--json")["scores"]
     assert report("pretrain", "generate", run, "--prompt", "道", "--max-new-tokens", 2, "--json")["prompt"] == "道"
     assert "model.safetensors" in report("pretrain", "export", run, "--out", tmp_path / "hf", "--json")["files"]
     assert report("pretrain", "import", tmp_path / "hf", "--out", tmp_path / "back", "--json")["model"]["seq_len"] == 64

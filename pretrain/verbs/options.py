@@ -15,6 +15,13 @@ Overrides = Annotated[
 Checkpoint = Annotated[
     Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run directory (its newest checkpoint) or a checkpoint.")
 ]
+Asked = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN|CHECKPOINT|HF_DIR",
+        help="A run directory (its newest checkpoint), a checkpoint, or a folder in Hugging Face's format.",
+    ),
+]
 Changes = Annotated[
     list[str] | None,
     typer.Option(

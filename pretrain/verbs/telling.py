@@ -30,24 +30,26 @@ def _first_of_a_command() -> bool:
 
 
 @contextmanager
-def progress(done: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Give what is to hear of long work, as (so far, of all): a bar on a terminal, else now and then a line."""
+def progress(done: str, unit: str, *, shown: bool = True) -> Iterator[Callable[[int, int | None], None]]:
+    """Give what is to hear of long work, as (so far, of all): a bar on a terminal, else now and then a line. `shown`:
+    on the rank that speaks."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    watched = sys.stderr.isatty()
+    watched = shown and sys.stderr.isatty()
     started = spoke_at = time.monotonic()
     columns = TextColumn("{task.fields[rate]}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not watched) as progress:
         task = progress.add_task(done, total=None, rate="")
 
-        def show(so_far: int, total: int) -> None:
+        def show(so_far: int, total: int | None) -> None:
             nonlocal spoke_at
             rate = f"{so_far / (time.monotonic() - started):,.0f} {unit}/s"
             progress.update(task, completed=so_far, total=total, rate=rate)
-            if not watched and time.monotonic() - spoke_at > 10:
+            if shown and not watched and time.monotonic() - spoke_at > 10:
                 spoke_at = time.monotonic()
-                print(f"{so_far:,} of {total:,} {unit} {done}, {rate}", file=sys.stderr, flush=True)
+                of_all = "" if total is None else f" of {total:,}"
+                print(f"{so_far:,}{of_all} {unit} {done}, {rate}", file=sys.stderr, flush=True)
 
         yield show
 

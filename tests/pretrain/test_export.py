@@ -28,7 +28,6 @@ from pretrain.__main__ import main
 from pretrain.attempt import begin_attempt
 from pretrain.checkpoint import find, load_model, load_weights, verify
 from pretrain.config import parse_recipe, to_toml
-from pretrain.evaluate import evaluate_checkpoint
 from pretrain.export import export_hf, import_hf
 from pretrain.export_gguf import export_gguf
 from pretrain.generate import continue_prompts
@@ -39,6 +38,7 @@ from pretrain.runtime import Ranks
 from pretrain.state import TrainState
 from pretrain.train import loader
 from tests.conftest import VOCAB_SIZE
+from tests.pretrain.scores import scores_of
 from tests.pretrain.test_resume import train_case
 from tests.ranks import run_ranks
 from tokenizer.codec import Codec, TokenizerError
@@ -284,8 +284,7 @@ def test_imported_weights_are_evaluated_and_continue_prompts(
     imported = tmp_path / "imported"
     import_hf(exported, imported, tokenizer=None, rope_layout="rotate_half")
     scores = [
-        evaluate_checkpoint(path, collection, batch_size=8, max_tokens=512)["all"].loss
-        for path in (imported, finished_run)
+        scores_of(path, collection, batch_size=8, max_tokens=512)["all"].loss for path in (imported, finished_run)
     ]
     assert scores[0] == scores[1]
     texts = [

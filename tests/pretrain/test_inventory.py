@@ -26,7 +26,6 @@ from pretrain.__main__ import app
 from pretrain.checkpoint import digest, list_checkpoints, load_model, load_weights, manifest_of, refuse_part, verify
 from pretrain.config import RecipeError, parse_recipe
 from pretrain.engine import process_group
-from pretrain.evaluate import evaluate_checkpoint
 from pretrain.export import export_hf
 from pretrain.inputs import Inputs, initial_weights
 from pretrain.metrics import TrainingDivergedError, all_records, read_metrics
@@ -35,6 +34,7 @@ from pretrain.runtime import Ranks
 from pretrain.state import Measured
 from pretrain.train import train, train_step
 from tests.pretrain import test_engine as engines
+from tests.pretrain.scores import scores_of
 from tests.ranks import run_ranks
 from tokenizer.codec import TokenizerError
 
@@ -372,7 +372,7 @@ def test_the_mean_is_the_mean_and_is_taken_wherever_a_checkpoint_is(
     recorded = json.loads((out / "averaged.json").read_text())
     assert [one["step"] for one in recorded["checkpoints"]] == [4, 8, 10]
 
-    score = evaluate_checkpoint(out, Path(tables["data"]["path"]), batch_size=8, max_tokens=64)["all"]
+    score = scores_of(out, Path(tables["data"]["path"]), batch_size=8, max_tokens=64)["all"]
     assert 0 < score.loss < score.uniform
     assert "model.safetensors" in export_hf(out, tmp_path / "hf", dtype="bf16", max_shard_bytes=10**9).files
     assert initial_weights(Inputs.check(parse_recipe({**tables, "initial_weights": str(out)}), 1)) == out

@@ -28,12 +28,12 @@ from model.transformer import Transformer
 from pretrain.__main__ import main
 from pretrain.checkpoint import CheckpointError, list_checkpoints
 from pretrain.config import parse_recipe, to_toml
-from pretrain.evaluate import evaluate_checkpoint
 from pretrain.inputs import Inputs
 from pretrain.metrics import read_metrics
 from pretrain.resuming import choose
 from pretrain.runtime import LAUNCHER_VARIABLES
 from pretrain.state import TrainState
+from tests.pretrain.scores import scores_of
 from tests.pretrain.test_resume import assert_same_checkpoint, train_case
 from tests.ranks import run_ranks
 
@@ -201,13 +201,13 @@ def test_a_checkpoint_is_scored_with_the_masks_of_its_run(made: Made) -> None:
         for record in read_metrics(made.whole / "metrics.jsonl", "evaluation")
         if record["step"] == STEPS
     }
-    scores = evaluate_checkpoint(made.whole, None, batch_size=2, max_tokens=1024)
+    scores = scores_of(made.whole, batch_size=2, max_tokens=1024)
     assert {name: score.loss for name, score in scores.items()} == pytest.approx(last, rel=1e-6)
     recipe = made.whole / "recipe.toml"
     text = recipe.read_text()
     try:
         recipe.write_text(text.replace(f'"{made.tables["data"]["packing"]}"', '"concat"'))
-        other = evaluate_checkpoint(made.whole, None, batch_size=2, max_tokens=1024)
+        other = scores_of(made.whole, batch_size=2, max_tokens=1024)
     finally:
         recipe.write_text(text)
     assert abs(other["all"].loss / last["all"] - 1) > 1e-5

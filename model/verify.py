@@ -16,7 +16,7 @@ from model.cache import KVCache
 from model.config import PRESETS, ModelConfig
 from model.transformer import Transformer
 
-PUBLISHED_PARAMETERS = {"0.5b": 502_193_664, "mini": 35_926_528}
+PUBLISHED_PARAMETERS = {"0.5b": 502_193_664, "mini": 35_926_528, "classic": 16_803_840, "gpt2": 124_439_808}
 
 LOSS_TOLERANCE = 0.15
 LOSS_TOKENS = 1024
@@ -33,6 +33,7 @@ CAUSES = {
     "loss too high": "initial standard deviation too large, or norm statistics not in fp32",
     "the past changes": "the causal mask is missing or off by one",
     "later tokens do not change": "attention does not look back, or its output is lost",
+    "tokens beyond the window change": "the sliding window is not applied, or is too wide",
     "cache differs": "a prefill with a cache is not causal, positions restart in each chunk, or the cache is misplaced",
     "cache too large": "key/value heads are stored once for every query head",
 }
@@ -90,7 +91,9 @@ def check_parameters(model: Transformer, generator: torch.Generator | None = Non
         "parameters",
         passed=not surplus and published <= {by_arithmetic},
         expected=f"{by_arithmetic:,}" + "".join(f", published {count:,}" for count in published),
-        formula="embedding + n_layers · (attention + feed-forward + two norms) + last norm [+ output if untied]",
+        formula="embedding + n_layers · (attention + feed-forward + two norms) + last norm [+ output if untied]"
+        if config.norm_place == "pre"
+        else "embedding + n_layers · (attention + feed-forward + two norms) [+ output if untied]",
         measured=f"{built:,} in the built module" + (f" ({surplus:+,})" if surplus else ""),
         likely_causes=_causes(causes),
     )
@@ -118,12 +121,21 @@ def check_shapes(model: Transformer, generator: torch.Generator) -> Check:
 def check_initial_loss(model: Transformer, ids_bt: Tensor, targets_bt: Tensor) -> Check:
     """The mean loss before training is that of a model that knows nothing, within 0.15.
 
-    The last norm makes each hidden dimension unit-variance, so logits have variance init_std² · d_model, and the
-    expected log of a sum of exponentials of normals adds half of that to ln(vocab_size).
+    The last norm, of either kind, makes each hidden dimension unit-variance, so logits have variance init_std² ·
+    d_model, and the expected log of a sum of exponentials of normals adds half of that to ln(vocab_size). One logit is
+    no such normal where embedding and output are tied: that of the token which was read, see `_own_logits`.
     """
     config = model.config
     extra = config.init_std**2 * config.d_model / 2
+    formula = f"ln({config.vocab_size}) + init_std² · d_model / 2 = {math.log(config.vocab_size):.4f} + {extra:.4f}"
     expected = math.log(config.vocab_size) + extra
+    if config.tied and (config.norm_place != "pre" or config.positions == "sinusoidal"):
+        others = torch.tensor(math.log(max(1, config.vocab_size - 1)) + extra)
+        own = float(torch.logaddexp(others, _own_logits(model, ids_bt)).mean()) - expected
+        formula += (
+            f", and {own:.4f} by the logit of the token that was read, init_std · d_model · cos(hidden, embedding)"
+        )
+        expected += own
     loss = model(ids_bt, targets_bt)
     measured = float(loss.cross_entropy_sum / loss.token_count)
     passed = abs(measured - expected) <= LOSS_TOLERANCE
@@ -131,37 +143,57 @@ def check_initial_loss(model: Transformer, ids_bt: Tensor, targets_bt: Tensor) -
         "initial loss",
         passed=passed,
         expected=f"{expected:.4f} ± {LOSS_TOLERANCE}",
-        formula=f"ln({config.vocab_size}) + init_std² · d_model / 2 = {math.log(config.vocab_size):.4f} + {extra:.4f}",
+        formula=formula,
         measured=f"{measured:.4f} ({measured - expected:+.4f}) over {int(loss.token_count):,} tokens",
         likely_causes=_causes([] if passed else ["loss too low" if measured < expected else "loss too high"]),
     )
 
 
+def _own_logits(model: Transformer, ids_bt: Tensor) -> Tensor:
+    """(b, t): init_std · d_model · cos(hidden state, embedding), the logit of each token's own id in a tied model.
+
+    Between pre-norms the outputs of many sublayers drown the embedding. Behind post-norms, and where it enters as large
+    as the waves of its position, it is still most of what the head reads. Of the model only the angle is taken, so
+    neither a wrong deviation nor wrong statistics of a norm are excused.
+    """
+    cosine_bt = torch.cosine_similarity(model.hidden(ids_bt), model.embed_tokens(ids_bt), dim=-1)
+    return model.config.init_std * model.config.d_model * cosine_bt
+
+
 def check_causality(model: Transformer, generator: torch.Generator) -> Check:
     """Changing every token after t leaves outputs 0..t; changing token t + 1 alone moves every output from it on.
 
-    The second half guards the first, which a model that ignores its context passes too.
+    The second half guards the first, which a model that ignores its context passes too. With a sliding window the
+    outputs that must move are those whose window holds the token, and what is farther than all layers' windows together
+    must not.
     """
-    tokens = min(64, model.config.seq_len)
+    config, tokens = model.config, min(64, model.config.seq_len)
     t = tokens // 2 - 1
-    ids_t = _random_ids(model.config, (tokens,), generator)
-    other_t = (ids_t + 1) % model.config.vocab_size
+    ids_t = _random_ids(config, (tokens,), generator)
+    other_t = (ids_t + 1) % config.vocab_size
     all_later_t, one_later_t = ids_t.clone(), ids_t.clone()
     all_later_t[t + 1 :], one_later_t[t + 1] = other_t[t + 1 :], other_t[t + 1]
     base_tv, all_tv, one_tv = model(torch.stack((ids_t, all_later_t, one_later_t)))
     past = float((all_tv - base_tv)[: t + 1].abs().max())
-    later = float((one_tv - base_tv)[t + 1 :].abs().amax(dim=-1).min())
+    moved_t = (one_tv - base_tv)[t + 1 :].abs().amax(dim=-1)
+    window = tokens if config.sliding_window is None else config.sliding_window
+    later, beyond_t = float(moved_t[:window].min()), moved_t[config.n_layers * (window - 1) + 1 :]
+    beyond = float(beyond_t.max()) if len(beyond_t) else 0.0
     causes = []
     if not past <= PAST_TOLERANCE:
         causes.append("the past changes")
     if not later > LATER_CHANGE:
         causes.append("later tokens do not change")
+    if not beyond <= PAST_TOLERANCE:
+        causes.append("tokens beyond the window change")
+    first = "each later output" if window >= tokens else f"each of the next {min(window, len(moved_t))}"
     return Check(
         "causality",
         passed=not causes,
-        expected=f"outputs 0..{t} within {PAST_TOLERANCE:g}, each later output changed by more than {LATER_CHANGE:g}",
+        expected=f"outputs 0..{t} within {PAST_TOLERANCE:g}, {first} changed by more than {LATER_CHANGE:g}"
+        + (f", the last {len(beyond_t)} within {PAST_TOLERANCE:g}" if len(beyond_t) else ""),
         formula=f"max |Δ logits| when all tokens after {t} change; min over outputs after {t} when token {t + 1} does",
-        measured=f"past {past:.2e}, later {later:.2e}",
+        measured=f"past {past:.2e}, later {later:.2e}" + (f", beyond {beyond:.2e}" if len(beyond_t) else ""),
         likely_causes=_causes(causes),
     )
 
@@ -181,6 +213,8 @@ def check_cache(model: Transformer, generator: torch.Generator) -> Check:
         measured_bytes = cache.nbytes
     worst = float(torch.stack(differences).max())  # NaN if any is
     expected_bytes = kv_cache_bytes_per_token(config, FP32_BYTES) * tokens * 2
+    is_mla = config.attention == "mla"
+    held = "n_layers · (mla_latent + mla_rope_dim)" if is_mla else "2 · n_layers · n_kv_heads · head_dim"
     causes = []
     if not worst <= CACHE_TOLERANCE:
         causes.append("cache differs")
@@ -192,7 +226,7 @@ def check_cache(model: Transformer, generator: torch.Generator) -> Check:
         expected=f"logits of the full pass within {CACHE_TOLERANCE:g}; {expected_bytes:,} bytes",
         formula=f"max |Δ logits|, {prompt} of {tokens} tokens in 1 and in 3 chunks, the rest one by one, and with"
         " a prompt a third as long beside it;"
-        " 2 · n_layers · n_kv_heads · head_dim · 4 B (fp32) · tokens · sequences",
+        f" {held} · 4 B (fp32) · tokens · sequences",
         measured=f"{worst:.2e}; {measured_bytes:,} bytes",
         likely_causes=_causes(causes),
     )

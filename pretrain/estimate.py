@@ -171,6 +171,9 @@ class Estimate:
                 side = f"fewer {what} than" if value < fitted.least else f"the {what} of"
                 end = f"its smallest, {fitted.least:.3g}" if value < fitted.least else f"its largest, {fitted.most:.3g}"
                 told.append(f"{factor:,.1f} times {side} {end}")
+        uniform = math.log(self.config.model.vocab_size)
+        if law.loss(self.parameters, self.tokens) > uniform:
+            told.append(f"worse than knowing nothing, ln(vocab_size) = {uniform:.2f}: it says nothing here")
         return told
 
     def to_text(self) -> str:

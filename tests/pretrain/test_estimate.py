@@ -96,6 +96,13 @@ def test_laws_of_the_recipe():
     assert estimate(load_recipe(HALF_B)).to_dict()["laws"][0]["outside"] == []
 
 
+def test_a_law_that_expects_less_than_chance_is_told():
+    """0.6 tokens a parameter of a model of 1.6 M: 18.6 nats, of 8.3 that a uniform guess has."""
+    found = estimate(load_recipe(str(RECIPES / "demo.toml"))).to_dict()["laws"][0]
+    assert found["expected_loss"] > 8.318
+    assert found["outside"][-1] == "worse than knowing nothing, ln(vocab_size) = 8.32: it says nothing here"
+
+
 def test_peaks_are_dense():
     """The figures with sparsity that datasheets print first: 624 for A100, 1,979 for H100 and H200."""
     assert PEAKS["a100"].flops == 624e12 / 2

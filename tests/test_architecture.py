@@ -59,6 +59,8 @@ WITHOUT_TORCH = (
     "pretrain/fit.py",
     "pretrain/device_memory.py",
     "pretrain/device_presets.py",
+    "pretrain/estimate.py",
+    "pretrain/scaling_fit.py",
     "launch/__main__.py",
     "launch/check.py",
 )

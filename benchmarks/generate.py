@@ -32,7 +32,7 @@ import model.attention as model_attention
 from model.accounting import kv_cache_bytes_per_token
 from model.cache import KVCache
 from model.config import PRESETS
-from model.generate import generate
+from model.generate import Sampling, generate
 from model.kernels import attend
 from model.transformer import Transformer
 
@@ -116,7 +116,7 @@ def compare(
     prompts, seen_bt = prompts_bt.tolist(), torch.ones_like(prompts_bt)
 
     def our_ids() -> list[list[int]]:
-        return generate(ours, prompts, options.new_tokens, temperature=0.0)
+        return generate(ours, prompts, options.new_tokens, Sampling(temperature=0.0))
 
     def their_ids() -> list[list[int]]:
         out_bt = theirs.generate(prompts_bt, attention_mask=seen_bt, max_new_tokens=options.new_tokens, do_sample=False)

@@ -12,7 +12,7 @@ from model import activations, attention_cpu, loss
 from model.accounting import parameter_count
 from model.activations import Held, Moment, Pass
 from model.config import PRESETS, ModelConfig
-from model.generate import generate
+from model.generate import Sampling, generate
 from model.transformer import Transformer
 from pretrain.held import PeakTracker
 from tests.model.conftest import random_ids
@@ -147,7 +147,9 @@ def test_generation_is_as_measured(config: ModelConfig, work: Pass, prompt_token
     rows, chunk_tokens = work.micro_batch_size, work.tokens
     model = built(config, work)
     with PeakTracker(CPU) as tracker:
-        generate(model, random_ids(config, rows, prompt_tokens).tolist(), 6, top_p=0.9, chunk_tokens=chunk_tokens)
+        generate(
+            model, random_ids(config, rows, prompt_tokens).tolist(), 6, Sampling(top_p=0.9), chunk_tokens=chunk_tokens
+        )
     moments = activations.generation(
         config,
         rows=rows,

@@ -1,18 +1,39 @@
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model import generate as sampler
 from model.cache import KVCache
 from model.config import ModelConfig
-from model.generate import generate, probabilities
+from model.generate import Sampling
 from model.transformer import Transformer
 from tests.model.conftest import seeded
 
 PROMPT = [5, 17, 3, 90]
 RAGGED = [PROMPT, [8], [*range(40, 60)], [33, 2]]
+
+
+def generate(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    **rest: Any,
+) -> list[list[int]]:
+    return sampler.generate(model, prompts, max_new_tokens, Sampling(temperature, top_k, top_p), **rest)
+
+
+def probabilities(
+    logits_bv: Tensor, *, temperature: float, top_k: int | None = None, top_p: float | None = None
+) -> Tensor:
+    return sampler.probabilities(logits_bv, Sampling(temperature, top_k, top_p))
 
 
 def without_cache(
@@ -236,6 +257,7 @@ def test_logits_of_a_diverged_model_are_refused(tiny: Transformer, damage: float
         ({"top_k": 0}, "top_k = 0"),
         ({"top_p": 0.0}, "top_p = 0.0"),
         ({"top_p": 1.5}, "top_p = 1.5"),
+        ({"temperature": float("inf")}, "temperature = inf"),
         ({"prompts": []}, "no prompt"),
         ({"prompts": [[]]}, "the prompt has no tokens"),
         ({"prompts": [PROMPT, []]}, "prompt 2 has no tokens"),
@@ -249,3 +271,77 @@ def test_logits_of_a_diverged_model_are_refused(tiny: Transformer, damage: float
 def test_bad_requests_are_refused(tiny: Transformer, settings: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         generate(tiny, **{"prompts": [PROMPT], "max_new_tokens": 3, **settings})
+
+
+# ---------------------------------------------------------------- against transformers' own
+
+
+def kept_and_chances(scores_bv: Tensor) -> tuple[Tensor, Tensor]:
+    return scores_bv > -torch.inf, scores_bv.softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.5])
+@pytest.mark.parametrize("top_k, top_p, min_p", [
+    (None, None, None), (5, None, None), (None, 0.6, None), (None, None, 0.2), (7, 0.8, None), (9, None, 0.1),
+    (None, 0.9, 0.3), (12, 0.95, 0.05), (1, 0.01, 1.0),
+])  # fmt: skip
+def test_warpers_are_those_of_transformers(
+    temperature: float, top_k: int | None, top_p: float | None, min_p: float | None
+) -> None:
+    """Each of theirs, in the order in which their generate applies them."""
+    from transformers.generation.logits_process import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    logits_bv = 3 * torch.randn(40, 30, generator=seeded(int(10 * temperature)))
+    scores_bv = TemperatureLogitsWarper(temperature)(None, logits_bv)
+    for warper, setting in ((TopKLogitsWarper, top_k), (TopPLogitsWarper, top_p), (MinPLogitsWarper, min_p)):
+        scores_bv = scores_bv if setting is None else warper(setting)(None, scores_bv)
+    kept_bv, chances_bv = kept_and_chances(scores_bv)
+    ours_bv = sampler.probabilities(logits_bv, Sampling(temperature, top_k, top_p, min_p))
+    assert torch.equal(ours_bv > 0, kept_bv)
+    assert torch.allclose(ours_bv, chances_bv, atol=1e-6)
+
+
+def test_repetition_is_penalized_as_in_transformers(tiny: Transformer) -> None:
+    """On any logits; and of a whole text, greedily, by their generate."""
+    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+    logits_bv = torch.randn(4, 30, generator=seeded(1))
+    ids_bt = torch.randint(30, (4, 12), generator=seeded(2))
+    seen_bv = torch.zeros(4, 30, dtype=torch.bool).scatter_(1, ids_bt, True)
+    for penalty in (0.5, 1.3, 4.0):
+        theirs_bv = RepetitionPenaltyLogitsProcessor(penalty)(ids_bt, logits_bv)
+        assert torch.equal(sampler.penalized(logits_bv, seen_bv, penalty), theirs_bv)
+
+    processor = RepetitionPenaltyLogitsProcessor(1.7)
+    ids = list(PROMPT)
+    for _ in range(25):
+        with torch.no_grad():
+            logits_bv = tiny(torch.tensor([ids]))[:, -1]
+        ids.append(int(processor(torch.tensor([ids]), logits_bv).argmax()))
+    ours = sampler.generate(tiny, RAGGED, 25, Sampling(temperature=0.0, repetition_penalty=1.7))
+    assert ours[0] == ids[len(PROMPT) :]
+    assert ours[0] != sampler.generate(tiny, RAGGED, 25, Sampling(temperature=0.0))[0]
+
+
+def test_steps_are_what_generate_gives(tiny: Transformer) -> None:
+    steps = list(sampler.generate_steps(tiny, RAGGED, 9, Sampling(), seed=2))
+    assert torch.stack(steps, 1).tolist() == generate(tiny, RAGGED, 9, seed=2)
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"min_p": -0.1}, "min_p = -0.1"),
+        ({"min_p": 1.1}, "min_p = 1.1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty = nan"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Sampling(**settings)

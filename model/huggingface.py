@@ -1,17 +1,14 @@
-"""Weights and sizes to and from Hugging Face's LlamaForCausalLM: config.json and safetensors, one file or several.
+"""Weights to and from folders of transformers: config.json and safetensors, one file or several.
 
-The names differ by a prefix and the sizes by their names; nothing is computed, so every bit survives both ways. What
-Hugging Face's Llama can be and this model can't (biases, scaled RoPE, another activation, another architecture) is
-refused, not approximated: such weights would load and give nonsense.
-
-Hugging Face pairs dimension i with i + head_dim/2; weights of the other RoPE layout are reordered on their way
+Which models those can be, and how their tensors are named: `model.architectures`. Nothing is computed, so every bit
+survives both ways. Weights of the other RoPE layout than Hugging Face's are reordered on their way
 (`model.positions.reorder`). A tied head is stored once, with the embedding.
 """
 
 import errno
 import json
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,12 +18,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model.config import ModelConfig, ModelConfigError
+from model.architectures import LAYOUT, WeightsError, from_config, may_be_left, stored_tensors, to_config
+from model.config import ModelConfig
 from model.positions import reorder
 
-LAYOUT = "rotate_half"
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+HEAD = "lm_head.weight"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _METADATA = {"format": "pt"}  # transformers opens no file that doesn't say so
@@ -34,151 +32,7 @@ _METADATA = {"format": "pt"}  # transformers opens no file that doesn't say so
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # as safetensors writes them
 
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "d_model",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "intermediate_size": "d_ff",
-    "max_position_embeddings": "seq_len",
-    "rms_norm_eps": "norm_eps",
-}
-
-
-class WeightsError(ValueError):
-    """A config or weights of another program that can't be taken; one line: what is wrong, and what to do."""
-
-
-# ---------------------------------------------------------------- config.json
-
-
-def to_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What config.json says of the model. Old and new spellings stand side by side where transformers 4 and 5 differ.
-
-    ModelConfigError where d_model is no multiple of n_heads: transformers refuses that, whatever head_dim is.
-    """
-    if config.d_model % config.n_heads:
-        raise ModelConfigError(
-            f"d_model = {config.d_model} is no multiple of n_heads = {config.n_heads}: transformers takes no such Llama"
-        )
-    dtype_name = str(dtype).removeprefix("torch.")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **{theirs: getattr(config, ours) for theirs, ours in _SIZES.items()},
-        "num_key_value_heads": config.n_kv_heads,
-        "head_dim": config.head_dim,
-        "tie_word_embeddings": config.tied,
-        "rope_theta": config.rope_base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": 0.0,
-        "pretraining_tp": 1,
-        "initializer_range": config.init_std,
-        "use_cache": True,
-        "torch_dtype": dtype_name,
-        "dtype": dtype_name,
-    }
-
-
-def from_config(table: Mapping[str, Any]) -> ModelConfig:
-    """The sizes that a config.json describes, `rope_layout` being Hugging Face's.
-
-    What it leaves out has the default of transformers' LlamaConfig, sizes excepted. Raises WeightsError for what this
-    model can't be, or a size that is missing or out of range.
-    """
-    _refuse_other_models(table)
-    missing = [name for name in _SIZES if name not in table]
-    if missing:
-        raise WeightsError(f"lacks {', '.join(missing)}")
-    values: dict[str, Any] = {ours: table[theirs] for theirs, ours in _SIZES.items()}
-    heads = table["num_attention_heads"]
-    values["n_kv_heads"] = heads if table.get("num_key_value_heads") is None else table["num_key_value_heads"]
-    values["tied"] = table.get("tie_word_embeddings", False)
-    values["rope_base"] = _rope_base(table)
-    values["init_std"] = table.get("initializer_range", 0.02)
-    values["head_dim"] = table.get("head_dim")
-    try:
-        if values["head_dim"] is None:  # a wrong type here is told of by its own check
-            values["head_dim"] = table["hidden_size"] // heads
-        return ModelConfig(**values, rope_layout=LAYOUT)
-    except (TypeError, ZeroDivisionError):
-        raise WeightsError(f"hidden_size = {table['hidden_size']!r}, num_attention_heads = {heads!r}") from None
-    except ModelConfigError as error:
-        raise WeightsError(str(error)) from None
-
-
-def _refuse_other_models(table: Mapping[str, Any]) -> None:
-    architectures = table.get("architectures")
-    if table.get("model_type") != "llama" or architectures not in (None, ["LlamaForCausalLM"]):
-        found = architectures[0] if isinstance(architectures, list) and architectures else table.get("model_type")
-        raise WeightsError(f"describes {found!r}: LlamaForCausalLM is all that can be taken")
-    for name, only in (
-        ("hidden_act", "silu"),
-        ("attention_bias", False),
-        ("mlp_bias", False),
-        ("attention_dropout", 0),
-        ("quantization_config", None),
-    ):
-        if table.get(name, only) != only:
-            raise WeightsError(f"{name} = {json.dumps(table[name])[:60]}: this model has {json.dumps(only)} alone")
-
-
-def _rope_base(table: Mapping[str, Any]) -> Any:
-    """RoPE's base, where transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`) writes it.
-
-    Both may stand there. Which of them counts depends on the version, so all must say the same: plain RoPE, one base.
-    """
-    bases = [table["rope_theta"]] if table.get("rope_theta") is not None else []
-    for name in ("rope_parameters", "rope_scaling"):
-        settings = table.get(name)
-        if settings is None:
-            continue
-        if not isinstance(settings, Mapping):
-            raise WeightsError(f"{name} = {settings!r:.60} is no table")
-        kind = settings.get("rope_type", settings.get("type", "default"))
-        partial = settings.get("partial_rotary_factor", table.get("partial_rotary_factor", 1))
-        if kind != "default" or partial not in (None, 1):
-            what = f"type {kind!r:.60}" if kind != "default" else f"partial_rotary_factor {partial!r:.60}"
-            raise WeightsError(f"scales RoPE ({name}: {what}): this model's RoPE is plain, and covers the whole head")
-        if settings.get("rope_theta") is not None:
-            bases.append(settings["rope_theta"])
-    if any(base != bases[0] for base in bases):
-        raise WeightsError(f"gives RoPE several bases ({', '.join(f'{base!r:.40}' for base in bases)}): leave one")
-    return bases[0] if bases else 10000.0
-
-
-# ---------------------------------------------------------------- names and shapes
-
-
-def tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of every tensor that a model of these sizes stores, by our names; a tied head is none."""
-    d, q_width, kv_width = config.d_model, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    yield "embed_tokens.weight", (config.vocab_size, d)
-    for layer in range(config.n_layers):
-        for name, shape in (
-            ("input_layernorm", (d,)),
-            ("self_attn.q_proj", (q_width, d)),
-            ("self_attn.k_proj", (kv_width, d)),
-            ("self_attn.v_proj", (kv_width, d)),
-            ("self_attn.o_proj", (d, q_width)),
-            ("post_attention_layernorm", (d,)),
-            ("mlp.gate_proj", (config.d_ff, d)),
-            ("mlp.up_proj", (config.d_ff, d)),
-            ("mlp.down_proj", (d, config.d_ff)),
-        ):
-            yield f"layers.{layer}.{name}.weight", shape
-    yield "norm.weight", (d,)
-    if not config.tied:
-        yield "lm_head.weight", (config.vocab_size, d)
-
-
-def their_name(name: str) -> str:
-    """Hugging Face's name of one of our tensors."""
-    return name if name.startswith("lm_head.") else f"model.{name}"
-
+__all__ = ["WeightsError", "from_config", "read_weights", "save_tensors", "to_config", "write_weights"]
 
 # ---------------------------------------------------------------- out
 
@@ -188,8 +42,9 @@ def write_weights(folder: Path, weights: Mapping[str, Tensor], config: ModelConf
 
     A tensor larger than that has a file of its own. OSError where the disk doesn't take them.
     """
-    weights = reorder(weights, config.head_dim, have=config.rope_layout, want=LAYOUT)
-    named = {their_name(name): weights[name].contiguous() for name, _ in tensor_shapes(config)}
+    if config.positions == "rope":
+        weights = reorder(weights, config.head_dim, have=config.rope_layout, want=LAYOUT)
+    named = {stored.name: stored.join(weights) for stored in stored_tensors(config)}
     shards = _shards(named, max_shard_bytes)
     if len(shards) == 1:
         save_tensors(named, folder / WEIGHTS, _METADATA)
@@ -247,12 +102,16 @@ def read_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
     with ExitStack() as stack:
         places = _places(folder, stack)
         _check(folder, places, config)
-        weights = {name: _tensor(places, their_name(name)) for name, _ in tensor_shapes(config)}
-        if broken := next((name for name, weight in weights.items() if not weight.isfinite().all()), None):
-            raise WeightsError(f"{folder}: {their_name(broken)} is not finite: the training that made it diverged")
-        head = their_name("lm_head.weight")
-        if config.tied and head in places and not _tensor(places, head).equal(weights["embed_tokens.weight"]):
-            raise WeightsError(f"{folder}: {CONFIG} says tie_word_embeddings, but {head} is not the embedding")
+        weights: dict[str, Tensor] = {}
+        for stored in stored_tensors(config):
+            tensor = _tensor(places, stored.name)
+            if not tensor.isfinite().all():
+                raise WeightsError(f"{folder}: {stored.name} is not finite: the training that made it diverged")
+            weights.update(stored.split(tensor))
+        if config.tied and HEAD in places and not _tensor(places, HEAD).equal(weights["embed_tokens.weight"]):
+            raise WeightsError(f"{folder}: {CONFIG} says tie_word_embeddings, but {HEAD} is not the embedding")
+    if config.positions != "rope":
+        return weights
     return reorder(weights, config.head_dim, have=LAYOUT, want=config.rope_layout)
 
 
@@ -300,25 +159,24 @@ def _files(folder: Path) -> list[str]:
 def _check(folder: Path, places: Mapping[str, Any], config: ModelConfig) -> None:
     """Raise WeightsError unless the files hold what a model of these sizes has, and nothing else."""
     dtypes: dict[str, str] = {}
-    for ours, shape in tensor_shapes(config):
-        name = their_name(ours)
+    for stored in stored_tensors(config):
+        name, shape = stored.name, stored.shape
         if name not in places:
             raise WeightsError(f"{folder} lacks {name}, which its {CONFIG} asks for")
-        stored = places[name].get_slice(name)
-        if tuple(stored.get_shape()) != shape:
+        there = places[name].get_slice(name)
+        if tuple(there.get_shape()) != shape:
             raise WeightsError(
-                f"{folder}: {name} is {_times(stored.get_shape())}, by {CONFIG} it is {_times(shape)}: "
+                f"{folder}: {name} is {_times(there.get_shape())}, by {CONFIG} it is {_times(shape)}: "
                 "they are of two models"
             )
-        dtypes[stored.get_dtype()] = name
-        if stored.get_dtype() not in _STORED:
-            raise WeightsError(f"{folder}: {name} is stored as {stored.get_dtype()}: {', '.join(_STORED)} can be taken")
+        dtypes[there.get_dtype()] = name
+        if there.get_dtype() not in _STORED:
+            raise WeightsError(f"{folder}: {name} is stored as {there.get_dtype()}: {', '.join(_STORED)} can be taken")
     if len(dtypes) > 1:
         mixed = ", ".join(f"{name} as {dtype}" for dtype, name in dtypes.items())
         raise WeightsError(f"{folder} stores {mixed}: save it in one dtype")
-    known = {their_name(name) for name, _ in tensor_shapes(config)} | ({"lm_head.weight"} if config.tied else set())
-    # Old transformers stored RoPE's frequencies, which follow from the config.
-    strange = sorted(name for name in places if name not in known and not name.endswith(".rotary_emb.inv_freq"))
+    known = {stored.name for stored in stored_tensors(config)} | ({HEAD} if config.tied else set())
+    strange = sorted(name for name in places if name not in known and not may_be_left(name))
     if strange:
         raise WeightsError(f"{folder} holds {strange[0]} ({len(strange)} such), which this model has no place for")
 

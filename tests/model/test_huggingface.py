@@ -20,8 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from model import huggingface
+from model.architectures import stored_tensors
 from model.config import PRESETS, ModelConfig, ModelConfigError
-from model.huggingface import WeightsError, from_config, read_weights, tensor_shapes, to_config, write_weights
+from model.huggingface import WeightsError, from_config, read_weights, to_config, write_weights
 from model.transformer import Transformer
 from tests.model.conftest import lively, random_ids, seeded
 
@@ -78,7 +79,7 @@ def theirs(config: ModelConfig, dtype: torch.dtype = torch.float32) -> LlamaForC
 
 def test_a_config_survives_both_ways(tiny_config: ModelConfig) -> None:
     odd = replace(tiny_config, tied=False, rope_base=500000.0, init_std=0.01)
-    for config in (*PRESETS.values(), tiny_config, odd):
+    for config in (PRESETS["0.5b"], PRESETS["mini"], tiny_config, odd):
         table = to_config(config, torch.bfloat16)
         assert from_config(table) == config
         by_transformers = LlamaConfig(**table).to_dict()
@@ -107,16 +108,26 @@ def test_transformers_4_spells_rope_otherwise_than_5(tiny_config: ModelConfig) -
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "'MistralForCausalLM': LlamaForCausalLM"),
+        (
+            {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]},
+            "'GemmaForCausalLM': LlamaForCausalLM, Mistral",
+        ),
+        ({"model_type": "mistral"}, "'LlamaForCausalLM': "),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"model_type": None, "architectures": []}, "describes None"),
-        ({"attention_bias": True}, "attention_bias = true"),
-        ({"mlp_bias": True}, "mlp_bias = true"),
+        ({"attention_bias": True}, "mlp_bias = false: this model has true alone"),
+        ({"mlp_bias": True}, "mlp_bias = true: this model has false alone"),
         ({"hidden_act": "gelu"}, 'hidden_act = "gelu"'),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}}, "scales RoPE .*type 'llama3'"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "scales RoPE .*type 'linear'"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "scales RoPE .rope_scaling: type 'dynamic'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_scaling: factor None of max_position"),
+        (
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 0.5}},
+            "factor 0.5 of .*from 1",
+        ),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "scales RoPE in several ways"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16}}, "beta_fast = 16: .* 32 alone"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 1, "mscale_all_dim": 1}}, "has neither"),
         ({"rope_scaling": "x"}, "rope_scaling = 'x' is no table"),
         ({"rope_theta": 5e5}, "gives RoPE several bases .500000.0, 10000.0.: leave one"),
         ({"rms_norm_eps": 10**30}, "norm_eps = 1.*must be positive, finite and below 1e.30"),
@@ -155,7 +166,8 @@ def test_a_width_that_transformers_refuses_is_refused_here(tiny_config: ModelCon
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_names_and_shapes_are_those_of_the_model(tied: bool, tiny_config: ModelConfig) -> None:
     model = Transformer(replace(tiny_config, tied=tied))
-    assert dict(tensor_shapes(model.config)) == {n: tuple(p.shape) for n, p in model.named_parameters()}
+    expected = {n if n == "lm_head.weight" else f"model.{n}": tuple(p.shape) for n, p in model.named_parameters()}
+    assert {stored.name: stored.shape for stored in stored_tensors(model.config)} == expected
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -205,7 +217,7 @@ def test_theirs_here_and_back(
 
 
 def test_greedy_text_is_equal(tiny_config: ModelConfig, tmp_path: Path) -> None:
-    from model.generate import generate
+    from model.generate import Sampling, generate
 
     model = lively(Transformer(tiny_config, seeded(5))).eval()
     llama = opened(write(tmp_path / "x", model))
@@ -213,7 +225,7 @@ def test_greedy_text_is_equal(tiny_config: ModelConfig, tmp_path: Path) -> None:
     produced = llama.generate(
         torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0
     )
-    assert generate(model, [prompt], 32, temperature=0) == [produced[0, 7:].tolist()]
+    assert generate(model, [prompt], 32, Sampling(temperature=0)) == [produced[0, 7:].tolist()]
 
 
 @pytest.mark.parametrize("name", ["mini", pytest.param("0.5b", marks=pytest.mark.soak)])

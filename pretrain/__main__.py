@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from pretrain.verbs import checkpoints, estimate, evaluate, export, generate, import_weights, plan, run
+from pretrain.verbs import checkpoints, compare, estimate, evaluate, export, generate, import_weights, plan, report, run
 from pretrain.verbs.telling import complain
 
 PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
@@ -33,6 +33,8 @@ VERBS = (
     ("generate", generate.generate, generate.EXAMPLES),
     ("export", export.export, export.EXAMPLES),
     ("import", import_weights.import_weights, import_weights.EXAMPLES),
+    ("report", report.report, report.EXAMPLES),
+    ("compare", compare.compare, compare.EXAMPLES),
     ("checkpoints", checkpoints.checkpoints, checkpoints.EXAMPLES),
 )
 for name, verb, examples in VERBS:

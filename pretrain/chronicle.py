@@ -1,0 +1,363 @@
+"""What a run has written of itself, read for people: the steps that count, evaluations, attempts, where the time went.
+
+A resume goes back to a checkpoint: what an earlier attempt did behind it counts no more, whether or not the later one
+has come that far again. Such steps are kept apart as `replaced`. A run may be at work meanwhile: what is whole is read.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.accounting import parameter_count
+from pretrain.config import RunConfig, load_recipe
+from pretrain.device_memory import PROCESS_BYTES
+from pretrain.memory import budget
+from pretrain.plan import Kind
+from pretrain.run_directory import RunDirectory, RunDirectoryError
+
+Array = NDArray[np.float64]
+Record = Mapping[str, Any]
+
+SIGN_SECONDS = 60  # a sign of life older than that is none
+LAST_STEPS = 20  # a final training loss is the mean of so many steps: one alone is mostly noise
+
+
+@dataclass(frozen=True)
+class Series:
+    """Optimizer steps in order, one entry each; NaN where a number was not finite or not written."""
+
+    step: Array
+    attempt: Array
+    loss: Array
+    lr: Array
+    grad_norm: Array
+    tokens: Array  # learnt from so far
+    step_tokens: Array  # of this step alone
+    step_seconds: Array
+    flops: Array  # so far; those of steps whose record is missing as of the next one's tokens
+    seconds: Array  # so far in training steps, without evaluation, saving and pauses
+    tokens_per_second: Array
+    loss_scale: Array
+    memory: Array  # the most the first rank had held, bytes
+    opens: NDArray[np.bool_]  # the first step of an attempt: compilation, first touches of memory
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> Series:
+        def column(name: str) -> Array:
+            return np.array([_number(record.get(name)) for record in records], dtype=np.float64)
+
+        tokens, rate, seconds, attempt = map(column, ("tokens", "tokens_per_second", "step_seconds", "attempt"))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            per_token = column("model_flops_per_second") / rate
+        gained = np.diff(tokens, prepend=0.0)
+        return cls(
+            step=column("step"),
+            attempt=attempt,
+            loss=column("loss"),
+            lr=column("lr"),
+            grad_norm=column("grad_norm"),
+            tokens=tokens,
+            step_tokens=np.round(rate * seconds),
+            step_seconds=seconds,
+            flops=np.cumsum(np.nan_to_num(per_token * gained)),
+            seconds=np.cumsum(np.nan_to_num(seconds)),
+            tokens_per_second=rate,
+            loss_scale=column("loss_scale"),
+            memory=column("peak_memory_bytes"),
+            opens=np.diff(attempt, prepend=-1.0) != 0,
+        )
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @property
+    def breaks(self) -> NDArray[np.bool_]:
+        """Where the step before has no record."""
+        return np.diff(self.step, prepend=self.step[:1]) > 1
+
+    @property
+    def steady_rate(self) -> float:
+        """Tokens a second in training steps, without the first of each attempt unless there is no other."""
+        counted = ~self.opens & np.isfinite(self.step_tokens) & (self.step_seconds > 0)
+        if not counted.any():
+            counted = np.isfinite(self.step_tokens) & (self.step_seconds > 0)
+        seconds = float(self.step_seconds[counted].sum())
+        return float(self.step_tokens[counted].sum()) / seconds if seconds else float("nan")
+
+    @property
+    def final_loss(self) -> float:
+        """The mean of the last LAST_STEPS steps whose loss is finite."""
+        finite = self.loss[np.isfinite(self.loss)]
+        return float(finite[-LAST_STEPS:].mean()) if len(finite) else float("nan")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A start of the command, and what it did."""
+
+    number: int
+    facts: Record  # of environment.json; empty where that does not know it
+    first_step: int | None  # None: it made no step
+    last_step: int | None
+    replaced: int  # of its steps, those that count no more
+    step_seconds: float
+    started_at: float | None  # seconds since the epoch
+    ended_at: float | None  # its last record
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rank of the last attempt was predicted to hold and the most that one held. Bytes."""
+
+    kind: Kind
+    kind_known: bool
+    predicted: int  # tensors at the peak
+    predicted_with_process: int  # and what a process holds beside them
+    moment: str
+    measured: float  # allocated on a GPU, resident on a CPU; NaN: not recorded
+    measured_of: str  # "the largest of all ranks" or "the first rank"
+
+    @property
+    def comparable(self) -> int:
+        """The prediction that means what was measured: an allocator counts tensors, residence the whole process."""
+        return self.predicted if self.kind == "cuda" else self.predicted_with_process
+
+
+@dataclass(frozen=True)
+class Chronicle:
+    """A run: its recipe, and what its records say."""
+
+    path: Path
+    config: RunConfig
+    recipe: str
+    deepspeed: Mapping[str, Any]
+    status: Record
+    series: Series
+    replaced: Series
+    evaluations: Mapping[str, Sequence[Record]]  # source → records in step order; "all" is all of them together
+    changes: Sequence[Record]
+    saves: Sequence[Record]
+    memory_records: Sequence[Record]
+    attempts: Sequence[Attempt]
+    damaged_lines: int  # whole lines that are no record
+    last_sign: float | None  # seconds since the epoch
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def state(self) -> str:
+        """finished, stopped, failed, running; or "silent": it said running, and no rank gives a sign of life."""
+        said = str(self.status.get("state", "silent"))
+        if said == "running" and (self.last_sign is None or time.time() - self.last_sign > SIGN_SECONDS):
+            return "silent"
+        return said
+
+    @property
+    def parameters(self) -> int:
+        return parameter_count(self.config.model)
+
+    @property
+    def environment(self) -> Record:
+        """Of the last start."""
+        return self.attempts[-1].facts if self.attempts else {}
+
+    def at(self, step: int) -> int | None:
+        """The index in `series` of a step; None: it has no record."""
+        index = int(np.searchsorted(self.series.step, step))
+        return index if index < len(self.series) and self.series.step[index] == step else None
+
+    def last(self, source: str = "all") -> Record | None:
+        records = self.evaluations.get(source, ())
+        return records[-1] if records else None
+
+    def best(self, source: str = "all") -> Record | None:
+        """The evaluation with the lowest loss, the first of equals; None where none is finite."""
+        finite = [record for record in self.evaluations.get(source, ()) if np.isfinite(_number(record.get("loss")))]
+        return min(finite, key=lambda record: float(record["loss"])) if finite else None
+
+    @cached_property
+    def memory(self) -> Memory:
+        """RecipeError where the recipe cannot be budgeted."""
+        facts = self.environment
+        told = next((record for record in reversed(self.memory_records) if "device" in record), None)
+        built = str(facts.get("versions", {}).get("torch", ""))
+        kind: Kind = "cpu" if (told["device"] == "cpu" if told else "+cpu" in built) else "cuda"
+        compute = facts.get("compute") or self.config.precision.compute_where("bf16")
+        held = budget(self.config, dict(self.deepspeed), int(facts.get("world_size", 1)), compute=compute, device=kind)
+        peak = held.peak_bytes() + (held.peak_bytes("host") if kind == "cpu" else 0)
+        attempt = self.attempts[-1].number if self.attempts else None
+        ranks = [_number(one.get("peak_bytes")) for one in self.memory_records if one.get("attempt") == attempt]
+        first = self.series.memory[np.isfinite(self.series.memory) & (self.series.attempt == attempt)]
+        measured = float(max([*ranks, *first[-1:]], default=float("nan")))
+        return Memory(
+            kind, told is not None or "+cpu" in built, peak, peak + PROCESS_BYTES[kind], held.peak_moment,
+            measured, "the largest of all ranks" if ranks else "the first rank",
+        )  # fmt: skip
+
+    def time_spent(self) -> dict[str, float]:
+        """Seconds from the first start to the last record, by what they went into."""
+        counted = float(np.nan_to_num(self.series.step_seconds).sum())
+        again = float(np.nan_to_num(self.replaced.step_seconds).sum())
+        spans = [
+            (one.started_at, one.ended_at)
+            for one in self.attempts
+            if one.started_at is not None and one.ended_at is not None
+        ]
+        within = sum(max(end - start, 0.0) for start, end in spans)
+        whole = spans[-1][1] - spans[0][0] if spans else 0.0
+        return {
+            "training steps that count": counted,
+            "steps that a later attempt replaced": again,
+            "starting, evaluating, saving": max(within - counted - again, 0.0),
+            "between attempts": max(whole - within, 0.0),
+        }
+
+
+def read(path: Path) -> Chronicle:
+    """A run directory. RunDirectoryError: it is none, damaged, or has made no step yet."""
+    run = RunDirectory(path)
+    if not run.recipe.is_file():
+        what = "it has no recipe.toml" if path.is_dir() else "there is no such folder"
+        raise RunDirectoryError(f"{path} is no run directory ({what}): name one, as runs/mini")
+    config = load_recipe(run.recipe)
+    records, damaged = _records(run.metrics)
+    counted, replaced = _what_counts(records)
+    trained = [record for record in counted if record["kind"] == "train"]
+    if not trained:
+        raise RunDirectoryError(f"{path} has no step yet: {run.metrics.name} holds none; wait for the run's first step")
+    evaluations: dict[str, list[Record]] = {}
+    for record in sorted(_of(counted, "evaluation"), key=lambda one: one["step"]):
+        evaluations.setdefault(str(record.get("source", "all")), []).append(record)
+    return Chronicle(
+        path=path,
+        config=config,
+        recipe=run.recipe.read_text(encoding="utf-8"),
+        deepspeed=_object(run.deepspeed),
+        status=_object(run.status),
+        series=Series.of(trained),
+        replaced=Series.of(_of(replaced, "train")),
+        evaluations=evaluations,
+        changes=_of(counted, "change"),
+        saves=_of(counted, "save"),
+        memory_records=_of(records, "memory"),
+        attempts=_attempts(run, records, replaced),
+        damaged_lines=damaged,
+        last_sign=_sign(run),
+    )
+
+
+# ---------------------------------------------------------------- the records
+
+
+def _records(path: Path) -> tuple[list[Record], int]:
+    """All whole records in the order written, and how many other lines there are, but for one cut short at the end."""
+    if not path.is_file():
+        return [], 0
+    lines = path.read_bytes().split(b"\n")
+    records: list[Record] = []
+    damaged = 0
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            whole = all(type(record[name]) is int and record[name] >= 0 for name in ("step", "attempt"))
+            if not (whole and isinstance(record["kind"], str)):
+                raise ValueError
+        except (ValueError, TypeError, KeyError, RecursionError):
+            damaged += bool(line.strip()) and number < len(lines)
+            continue
+        records.append(record)
+    return records, damaged
+
+
+def _what_counts(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
+    """Records of the run as it stands, each step once and in order, and those that a resume put out of use."""
+    counted: list[Record] = []
+    replaced: list[Record] = []
+    attempt = None
+    for record in records:
+        if record["attempt"] != attempt and record["kind"] in ("train", "evaluation", "change"):
+            attempt = record["attempt"]
+            behind = record["step"] - (record["kind"] == "train")  # the step that this attempt goes on from
+            replaced += [one for one in counted if one["step"] > behind]
+            counted = [one for one in counted if one["step"] <= behind]
+        counted.append(record)
+    latest = {(one["kind"], one["step"], one.get("source")): one for one in counted}
+    counted = sorted(latest.values(), key=lambda one: one["step"])  # stable: within a step as written
+    return counted, replaced
+
+
+def _of(records: Iterable[Record], kind: str) -> list[Record]:
+    return [record for record in records if record["kind"] == kind]
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return float("nan")
+    try:
+        return float(value)
+    except OverflowError:
+        return float("nan")
+
+
+# ---------------------------------------------------------------- attempts and files
+
+
+def _attempts(run: RunDirectory, records: Sequence[Record], replaced: Sequence[Record]) -> list[Attempt]:
+    facts = {one.get("attempt"): one for one in run.attempts() if isinstance(one, dict)}
+    by_number: dict[int, list[Record]] = {number: [] for number in facts if type(number) is int}
+    for record in records:
+        by_number.setdefault(record["attempt"], []).append(record)
+    gone = [record["attempt"] for record in replaced if record["kind"] == "train"]
+    attempts = []
+    for number, own in sorted(by_number.items()):
+        steps = [record["step"] for record in own if record["kind"] == "train"]
+        seconds = [_number(record.get("step_seconds")) for record in own if record["kind"] == "train"]
+        ends = [end for record in own if (end := _instant(record.get("at"))) is not None]
+        fact = facts.get(number, {})
+        attempts.append(
+            Attempt(
+                number,
+                fact,
+                min(steps, default=None),
+                max(steps, default=None),
+                gone.count(number),
+                float(np.nansum(seconds)),
+                _instant(fact.get("started_at")),
+                max(ends, default=None),
+            )
+        )
+    return attempts
+
+
+def _instant(value: object) -> float | None:
+    try:
+        return datetime.fromisoformat(str(value)).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where the file is missing or damaged: what it says is shown beside the rest."""
+    try:
+        read = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+def _sign(run: RunDirectory) -> float | None:
+    """The newest sign of life of any rank."""
+    signs = [_number(_object(path).get("at")) for path in run.signs.glob("rank-*.json")]
+    return max((sign for sign in signs if np.isfinite(sign)), default=None)

@@ -1,0 +1,231 @@
+"""One run as a page: how it learnt, how fast, on what, and what it writes."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import numpy as np
+
+from pretrain.chronicle import LAST_STEPS, Chronicle
+from pretrain.device_memory import MB, show_size
+from pretrain.figures import attempts_table, changes_table, count, duration, heldout_table, loss, memory_of, time_table
+from pretrain.page import Page, Section, Table, Tile
+from pretrain.plots import Array, Curve, Plot, plot, smooth
+from pretrain.samples import Samples
+
+STATES = {
+    "finished": "finished",
+    "stopped": "stopped before its last step; it can be resumed",
+    "failed": "failed; it can be resumed from its last checkpoint",
+    "running": "still being written: all figures are as of its last whole record",
+    "silent": "its last word was that it runs, but no rank gives a sign of life: it was killed, or its file system "
+    "is behind",
+}
+
+
+def notes(run: Chronicle) -> list[str]:
+    """What a reader must know before the figures."""
+    said = [] if run.state == "finished" else [STATES.get(run.state, run.state)]
+    missing, bad = int(run.series.breaks.sum()), int((~np.isfinite(run.series.loss)).sum())
+    first = int(run.series.step[0])
+    if first > 1:
+        said.append(f"the records begin with step {first:,}: steps before it are another directory's, or were lost")
+    if missing:
+        said.append(f"records of steps are missing in {missing:,} places; lines are interrupted there")
+    if bad:
+        said.append(f"{bad:,} steps have a loss that is not finite")
+    if run.damaged_lines:
+        said.append(f"{run.damaged_lines:,} lines of metrics.jsonl are damaged and passed over")
+    if run.last() is None:
+        said.append("nothing has been evaluated yet")
+    return said
+
+
+def page(run: Chronicle, samples: Samples | None) -> Page:
+    begun = [one for one in (run.attempts[0].facts.get("started_at"), run.path.resolve()) if one]
+    facts = run.environment
+    versions = facts.get("versions") or {}
+    table = [[name, str(version)] for name, version in versions.items()]
+    table.append(["commit", str(facts.get("git_commit"))])
+    table.append(["host", str(facts.get("hostname"))])
+    sections = [Section("How it learnt", plots=plots(run))]
+    if run.evaluations:
+        text = "Loss and unigram (the entropy of the tokens' own frequencies) in nats per token."
+        sections.append(Section("Held-out text", text, tables=[heldout_table(run)]))
+    sections.append(Section("Speed", plots=speed(run), tables=[time_table(run)]))
+    sections.append(memory_section(run))
+    if samples is not None:
+        if samples.missing is not None:
+            sections.append(Section("Samples", f"None: {samples.missing}"))
+        else:
+            sections.append(Section("Samples", f"{samples.checkpoint}: {samples.settings}", samples=samples.texts))
+    changed = changes_table(run)
+    text = "" if changed is not None else "Nothing differs from one start to the next."
+    both = [attempts_table(run)] + ([] if changed is None else [changed])
+    sections.append(Section("Attempts, and what changed between them", text, tables=both))
+    sections.append(
+        Section(
+            "Configuration",
+            tables=[Table(["of the last start", ""], table)],
+            folded=("the whole recipe, recipe.toml", run.recipe),
+        )
+    )
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    subtitle = f"{run.path} · {run.state} · begun {begun[0]} · this page was made {made}"
+    return Page(run.name, subtitle, notes(run), tiles(run), sections)
+
+
+def tiles(run: Chronicle) -> list[Tile]:
+    series, last, best = run.series, run.last(), run.best()
+    found = [
+        Tile("step", f"{int(series.step[-1]):,}", f"of {run.config.schedule.max_steps:,}"),
+        Tile("tokens", count(series.tokens[-1]), f"{series.tokens[-1] / run.parameters:.2g} per parameter"),
+        Tile("parameters", count(run.parameters), f"{run.parameters:,}"),
+        Tile("training FLOPs", count(series.flops[-1]), "causal attention"),
+        Tile("training loss", loss(series.final_loss), f"mean of the last {min(LAST_STEPS, len(series))} steps"),
+    ]
+    if last is not None:
+        bits = f"{last['bits_per_byte']:.4f} bits per byte" if last.get("bits_per_byte") is not None else ""
+        found.append(Tile("held-out loss", loss(last.get("loss")), f"step {last['step']:,}; {bits}"))
+    if best is not None and last is not None and best["step"] != last["step"]:
+        found.append(Tile("best held-out loss", loss(best["loss"]), f"step {best['step']:,}"))
+    found.append(Tile("throughput", count(series.steady_rate), "tokens a second in training steps"))
+    found.append(Tile("time in training", duration(series.seconds[-1]), "without evaluation, saving and pauses"))
+    return found
+
+
+# ---------------------------------------------------------------- plots
+
+
+def plots(run: Chronicle) -> list[Plot]:
+    """How the run learnt: loss over tokens, FLOPs and time, held-out loss by source, learning rate, norms."""
+    series = run.series
+    drawn = [
+        _loss(run, series.tokens, "Loss against tokens", "tokens learnt from", replaced=run.replaced.tokens),
+        _loss(run, series.flops, "Loss against FLOPs", "training FLOPs"),
+        _loss(run, series.seconds, "Loss against time in training", "time in training steps", time=True),
+    ]
+    if any(source != "all" for source in run.evaluations):
+        drawn.append(_heldout(run))
+    marks = _marks(run, series.step)
+    rate = Curve("", series.step, series.lr, 0, breaks=series.breaks)
+    drawn.append(plot("Learning rate", [*marks, rate], x_label="step", y_label="learning rate"))
+    norm = Curve("of the whole gradient, before clipping", series.step, series.grad_norm, 0, breaks=series.breaks)
+    clip = run.config.optimizer.gradient_clipping
+    clipped = [] if clip is None else [Curve(f"clipped at {clip:g}", series.step[:1], np.array([clip]), 1, "level")]
+    drawn.append(plot("Gradient norm", [*marks, norm, *clipped], x_label="step", y_label="norm", log_y=True))
+    if np.isfinite(series.loss_scale).any():
+        scale = Curve("", series.step, series.loss_scale, 0, breaks=series.breaks)
+        drawn.append(plot("Loss scale (fp16)", [*marks, scale], x_label="step", y_label="scale", log_y=True))
+    return drawn
+
+
+def _loss(
+    run: Chronicle, x: Array, title: str, x_label: str, *, time: bool = False, replaced: Array | None = None
+) -> Plot:
+    series = run.series
+    window = max(1, len(series) // 50) | 1
+    every = Curve("each step", x, series.loss, 0, "faint" if window > 1 else "line", series.breaks)
+    curves = [*_marks(run, x), every]
+    if replaced is not None and len(replaced):
+        again = np.argsort(replaced, kind="stable")
+        label = f"replaced by a resume ({len(replaced):,} steps)"
+        curves.append(Curve(label, replaced[again], run.replaced.loss[again], 7, "faint"))
+    if window > 1:
+        curves.append(Curve(f"mean of {window} steps", x, smooth(series.loss, window), 0, "line", series.breaks))
+    places, losses = _places(run, "all", x)
+    if len(places):
+        curves.append(Curve("held-out, all sources", places, losses, 1, "points"))
+    return plot(title, curves, x_label=x_label, y_label="nats per token", unit="time" if time else "")
+
+
+def _places(run: Chronicle, source: str, x: Array) -> tuple[Array, Array]:
+    """Where a source's evaluations lie on an axis that has a value a step, and their losses."""
+    found = [(run.at(one["step"]), one.get("loss")) for one in run.evaluations.get(source, ())]
+    known = [(x[at], np.nan if value is None else value) for at, value in found if at is not None]
+    return np.array([at for at, _ in known]), np.array([value for _, value in known], dtype=float)
+
+
+def _heldout(run: Chronicle) -> Plot:
+    curves = []
+    for number, source in enumerate(sorted(run.evaluations, key=lambda one: (one == "all", one))):
+        x, y = _places(run, source, run.series.tokens)
+        colour = None if source == "all" else number
+        look = "line" if number < 8 or source == "all" else "dashed"
+        curves.append(Curve("all sources" if source == "all" else source, x, y, colour, look))
+    return plot("Held-out loss by source", curves, x_label="tokens learnt from", y_label="nats per token")
+
+
+def _marks(run: Chronicle, x: Array) -> list[Curve]:
+    """Where a later attempt begins, and where something was changed by name."""
+    series = run.series
+    begins = np.flatnonzero(series.opens)
+    resumed = x[begins[begins > 0]]
+    changed = np.array([x[at] for one in run.changes if (at := run.at(one["step"] + 1)) is not None])
+    nothing = np.zeros(0)
+    marks = []
+    if len(resumed):
+        marks.append(Curve("resumed", resumed, nothing, None, "upright"))
+    if len(changed):
+        marks.append(Curve("changed by name", changed, nothing, 3, "upright"))
+    return marks
+
+
+def speed(run: Chronicle) -> list[Plot]:
+    """Throughput, and tokens a step where they vary."""
+    series = run.series
+    steady = ~series.opens
+    marks = _marks(run, series.step)
+    steady_line = Curve("each step", series.step, np.where(steady, series.tokens_per_second, np.nan), 0, "faint")
+    curves = [*marks]
+    if steady.any():
+        at = np.flatnonzero(steady)
+        rates = series.tokens_per_second[at]
+        breaks = np.diff(series.step[at], prepend=series.step[at][:1]) > 1
+        window = max(1, len(at) // 50) | 1
+        steady_line = Curve("each step", series.step[at], rates, 0, "faint" if window > 1 else "line", breaks)
+        curves.append(steady_line)
+        if window > 1:
+            curves.append(Curve(f"mean of {window} steps", series.step[at], smooth(rates, window), 0, "line", breaks))
+    first = np.flatnonzero(series.opens)
+    label = "first step of an attempt, not counted" if steady.any() else "the only steps there are"
+    curves.append(Curve(label, series.step[first], series.tokens_per_second[first], 1, "hollow"))
+    overall = f"{count(series.steady_rate)} tokens/s over all steps that count"
+    curves.append(Curve(overall, series.step[:1], np.array([series.steady_rate]), None, "level"))
+    drawn = [plot("Throughput", curves, x_label="step", y_label="tokens per second")]
+    if len(np.unique(series.step_tokens)) > 1 and (run.changes or run.config.batch.ramp):
+        sizes = Curve("", series.step, series.step_tokens, 0, breaks=series.breaks)
+        drawn.append(plot("Tokens learnt from in a step", [*marks, sizes], x_label="step", y_label="tokens"))
+    return drawn
+
+
+def memory_section(run: Chronicle) -> Section:
+    memory = memory_of(run)
+    if isinstance(memory, str):
+        return Section("Memory", f"Nothing can be predicted: {memory}")
+    figures, comparable = memory
+    kind = "GPU" if figures["device"] == "cuda" else "CPU"
+    known = "" if figures["device_is_known"] else " (assumed: the run did not say what it ran on)"
+    meaning = (
+        "bytes allocated by torch, without the device's context"
+        if kind == "GPU"
+        else "resident bytes of the process, in which Python, libraries and file pages count too"
+    )
+    measured = figures["measured_bytes"]
+    rows = [
+        ["predicted: tensors at the peak", show_size(figures["predicted_bytes"]), f"in {figures['moment']}"],
+        ["predicted with the process", show_size(figures["predicted_with_process_bytes"]), "tensors and an allowance"],
+    ]
+    if measured is not None:
+        share = f"{measured / comparable:.0%} of what was predicted for the same"
+        rows.append(["measured", show_size(measured), f"{figures['measured_of']}; {share}"])
+    series, drawn = run.series, []
+    if np.isfinite(series.memory).any():
+        curves = [
+            *_marks(run, series.step),
+            Curve("measured, first rank: the most so far", series.step, series.memory / MB, 0, breaks=series.breaks),
+            Curve("predicted for the same", series.step[:1], np.array([comparable / MB]), 1, "level"),
+        ]
+        drawn = [plot("Memory of a rank", curves, x_label="step", y_label="MB")]
+    text = f"One rank of the last attempt on a {kind}{known}. Measured are {meaning}."
+    return Section("Memory", text, drawn, [Table(["", "bytes", ""], rows, [1])])

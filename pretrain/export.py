@@ -69,10 +69,10 @@ class Report:
 def export_hf(
     checkpoint: Path, out: Path, *, dtype: str | None, max_shard_bytes: int, overwrite: bool = False
 ) -> Report:
-    """Write a checkpoint (or a run's newest) as a folder that transformers and servers load as LlamaForCausalLM.
+    """Write a checkpoint (or a run's newest) as a folder that transformers and servers load.
 
     dtype: of the weights, one of DTYPES, or None for that of the checkpoint. Raises CheckpointError or TokenizerError:
-    a checkpoint that is damaged or no Llama of theirs, a tokenizer that can't be written with equal ids, an `out` that
+    a checkpoint that is damaged or no model of theirs, a tokenizer that can't be written with equal ids, an `out` that
     is occupied.
     """
     refuse_unwritable(out)

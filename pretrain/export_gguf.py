@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.durable import publish, temporary_name
-from model.config import ModelConfig
+from model.config import COMPONENTS, ModelConfig
 from model.positions import reorder
 from pretrain.export import Report, load_for_export, report
 from pretrain.run_directory import CheckpointError
@@ -55,12 +55,13 @@ _FILE_TYPES = {
 def export_gguf(checkpoint: Path, out: Path, *, dtype: str | None, overwrite: bool = False) -> Report:
     """Write a checkpoint (or a run's newest) as the file `out`, whole or not at all.
 
-    Raises CheckpointError or TokenizerError: a checkpoint that is damaged, a tokenizer that llama.cpp would read
-    otherwise, an `out` that is occupied.
+    Raises CheckpointError or TokenizerError: a checkpoint that is damaged or of other components than Llama's, a
+    tokenizer that llama.cpp would read otherwise, an `out` that is occupied.
     """
     refuse_unwritable(out)
     _refuse_occupied(out, overwrite=overwrite)
     config, weights, codec = load_for_export(checkpoint, dtype)
+    _refuse_other_components(checkpoint, config)
     model = ModelFile.parse((codec.folder / MODEL_FILE).read_bytes())
     if reason := why_not(model):
         raise CheckpointError(f"{codec.folder}: llama.cpp would give other ids: {reason}")
@@ -79,6 +80,13 @@ def export_gguf(checkpoint: Path, out: Path, *, dtype: str | None, overwrite: bo
     finally:
         temporary.unlink(missing_ok=True)
     return report(out, [out], weights, codec.vocab_size, codec)
+
+
+def _refuse_other_components(checkpoint: Path, config: ModelConfig) -> None:
+    if others := [f"{name} = {value!r}" for name, value in config.to_dict().items() if name in COMPONENTS]:
+        raise CheckpointError(
+            f"{checkpoint} has {', '.join(others)}: a GGUF of ours is a plain Llama; see whether --format hf has it"
+        )
 
 
 def _refuse_occupied(out: Path, *, overwrite: bool) -> None:

@@ -36,7 +36,7 @@ def export(
     out: Annotated[Path, typer.Option(metavar="PATH", help="The folder to make; of gguf the file.")],
     form: Annotated[
         _Format,
-        typer.Option("--format", help="hf: LlamaForCausalLM for transformers and servers. gguf: for llama.cpp."),
+        typer.Option("--format", help="hf: for transformers and servers. gguf: a Llama for llama.cpp."),
     ] = _Format.HF,
     dtype: Annotated[_Dtype | None, typer.Option(help="Of the weights; the checkpoint's if not given.")] = None,
     max_shard_bytes: Annotated[

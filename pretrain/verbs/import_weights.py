@@ -39,7 +39,7 @@ def import_weights(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an import that stands at --out.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a checkpoint of a LlamaForCausalLM: training starts from it, evaluate, generate and export take it."""
+    """Make a checkpoint of a Llama, Mistral, Qwen3 or GPT-2: training starts from it, other commands take it."""
     from pretrain.export import import_hf
 
     done, config = import_hf(folder, out, tokenizer=tokenizer, rope_layout=rope_layout.value, overwrite=overwrite)

@@ -55,6 +55,14 @@ class Flops:
         return self.matrices + self.attention_full
 
 
+EMBEDDINGS = ("embed_tokens.weight", "positions.weight")  # matrices whose rows are looked up
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter is a matrix as optimizers mean it: logits of how residual streams mix multiply no vector."""
+    return len(shape) == 2 and not name.endswith(".mixing_logits")
+
+
 Shapes = Iterator[tuple[str, tuple[int, ...]]]  # name and shape
 
 
@@ -122,7 +130,7 @@ def flops_per_token(config: ModelConfig, seq_len: int | None = None) -> Flops:
     window = config.seq_len if seq_len is None else seq_len
     most = window if config.sliding_window is None else min(window, config.sliding_window)  # keys that a query meets
     shapes = (*_attention(config), *_feedforward(config))
-    weights = config.n_layers * sum(math.prod(shape) for _, shape in shapes if len(shape) == 2)
+    weights = config.n_layers * sum(math.prod(shape) for name, shape in shapes if is_matrix(name, shape))
     weights += config.vocab_size * config.d_model
     per_key = 6 * config.n_layers * config.n_heads * (2 * config.head_dim + (config.mla_rope_dim or 0))
     met = most * (most + 1) // 2 + (window - most) * most  # by all queries of a window, each its own past

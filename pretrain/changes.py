@@ -23,6 +23,7 @@ from data_pipeline.history import Change, History, Mixture, Read
 from data_pipeline.order import SampleOrder, difference, integer_weights
 from data_pipeline.shards import DataFormatError, open_collection
 from data_pipeline.steps import Steps
+from model.config import COMPONENTS
 from pretrain.checkpoint import run_of, tokenizer_of
 from pretrain.config import RecipeError, from_root
 from pretrain.run_directory import CheckpointError
@@ -117,7 +118,10 @@ def differences(stored: Mapping[str, Any], ours: Mapping[str, Any], history: His
     if old["seq_len"] != new["seq_len"]:
         lengths = {"from": old["seq_len"], "to": new["seq_len"]}
         line = f": seq_len was {old['seq_len']} and is now {new['seq_len']}"
-        yield Difference("seq_len", line, "resume with the same model.seq_len", {"name": "seq_len", **lengths})
+        name: str | None = "seq_len"
+        if "learned" in (stored.get("model", {}).get("positions"), ours.get("model", {}).get("positions")):
+            line, name = f"{line}, and each learned position is a weight", None
+        yield Difference(name, line, "resume with the same model.seq_len", {"name": "seq_len", **lengths})
     line = _other_data(stored, ours, new, history)
     if line is not None:
         yield Difference("data", f": {line}", "resume with the data it was trained on", {"name": "data"})
@@ -130,9 +134,10 @@ def differences(stored: Mapping[str, Any], ours: Mapping[str, Any], history: His
         yield Difference("global_batch_size", line, "resume with the same", entry)
     model, wanted = stored.get("model", {}), ours.get("model", {})
     for key in {**model, **wanted}:
-        if key != "seq_len" and model.get(key) != wanted.get(key):
-            line = f" was written with model.{key} = {model.get(key)}, this run has {wanted.get(key)}"
-            entry = {"name": f"model.{key}", "from": model.get(key), "to": wanted.get(key)}
+        one, other = (fields.get(key, COMPONENTS.get(key)) for fields in (model, wanted))
+        if key != "seq_len" and one != other:
+            line = f" was written with model.{key} = {one}, this run has {other}"
+            entry = {"name": f"model.{key}", "from": one, "to": other}
             name = "model" if key in FREE_FIELDS else None
             yield Difference(name, line, f"resume with the same model.{key}", entry)
 

@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from model import activations
-from model.accounting import parameter_shapes
+from model.accounting import EMBEDDINGS, is_matrix, parameter_shapes
 from model.config import ModelConfig
 from pretrain.batching import BatchPlan
 from pretrain.config import Compute, RecipeError, RunConfig
@@ -225,7 +225,7 @@ class _Facts:
         sizes = [config.batch.global_batch_size, *(part.global_batch_size for part in config.batch.ramp)]
         groups, has_hidden = _groups(config.model, table.name, table.decay_embeddings)
         names = parameter_shapes(replace(config.model, n_layers=1))
-        matrices = [shape for name, shape in names.items() if name.startswith("layers.") and len(shape) == 2]
+        matrices = [shape for name, shape in names.items() if name.startswith("layers.") and is_matrix(name, shape)]
         return cls(
             stage=zero_stage(deepspeed),
             compute=compute,
@@ -338,11 +338,11 @@ def _groups(model: ModelConfig, optimizer: str, decay_embeddings: bool) -> tuple
     decayed: list[int] = []
     rest: list[int] = []
     for name, shape in parameter_shapes(model).items():
-        is_matrix = len(shape) == 2
-        if apart and is_matrix and name.startswith("layers."):
+        matrix = is_matrix(name, shape)
+        if apart and matrix and name.startswith("layers."):
             group = hidden
         else:
-            group = decayed if is_matrix and (decay_embeddings or name != "embed_tokens.weight") else rest
+            group = decayed if matrix and (decay_embeddings or name not in EMBEDDINGS) else rest
         group.append(math.prod(shape))
     return tuple(tuple(group) for group in (hidden, decayed, rest) if group), apart
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from model.accounting import EMBEDDINGS, is_matrix
 from model.transformer import Transformer
 from pretrain.adamw import PiecewiseAdamW
 from pretrain.config import OptimizerTable, RunConfig
@@ -19,18 +20,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def parameter_groups(model: Transformer, config: OptimizerTable) -> list[dict[str, object]]:
     """Split parameters into a decayed and an undecayed group; Muon and 8-bit AdamW have hidden matrices in a third.
 
-    Matrices are decayed: the projections, an output head of its own, and, if decay_embeddings says so, the embedding,
-    which is the head too where the two are tied. A tied weight is one parameter and appears once. Norm gains and biases
-    are not: they are scales, and pulling a gain towards 0 fights the norm it belongs to. Hidden matrices are those of
-    the blocks: neither the embedding nor a head.
+    Matrices are decayed: the projections, an output head of its own, and, if decay_embeddings says so, learned
+    positions and the embedding, which is the head too where the two are tied. A tied weight is one parameter and
+    appears once. Norm gains and biases are not: they are scales, and pulling a gain towards 0 fights the norm it
+    belongs to. Nor is what residual streams are read, written and mixed by. Hidden matrices are those of the blocks:
+    neither the embedding nor a head.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     # `ds_shape`: under ZeRO-3 a partitioned parameter's own shape is (0,).
-    matrices = {name for name, p in trained.items() if len(getattr(p, "ds_shape", p.shape)) >= 2}
-    embeddings = {name for name, p in trained.items() if p is model.embed_tokens.weight}
+    matrices = {name for name, p in trained.items() if is_matrix(name, tuple(getattr(p, "ds_shape", p.shape)))}
     special = config.name in ("muon", "adamw8bit")
     hidden = {name for name in matrices if name.startswith("layers.")} if special else set()
-    decayed = matrices if config.decay_embeddings else matrices - embeddings
+    decayed = matrices if config.decay_embeddings else matrices - {*EMBEDDINGS}
     groups: list[dict[str, object]] = [
         {"params": [trained[n] for n in trained if n in hidden], "weight_decay": config.weight_decay, "hidden": True},
         {"params": [trained[n] for n in trained if n in decayed - hidden], "weight_decay": config.weight_decay},

@@ -9,6 +9,7 @@
       rng-00000.pt …        torch's generator state, one a rank
       manifest.json         written last: size and sha256 of every other file
     checkpoints/latest      the name of the newest one
+    checkpoints/best        the name of the one with the lowest held-out loss, of those that stay
 
 What a manifest names is read only within its folder, and nothing that is read can run code.
 
@@ -23,7 +24,8 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +37,8 @@ from data_pipeline.durable import file_sha256
 from model.config import ModelConfig, ModelConfigError
 from model.huggingface import save_tensors
 from pretrain.confined import strays
-from pretrain.retention import Saved
-from pretrain.run_directory import CheckpointError, RunDirectory
+from pretrain.retention import Saved, best_first
+from pretrain.run_directory import CheckpointError, RunDirectory, write_text
 
 if TYPE_CHECKING:
     from model.transformer import Transformer
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 
 FORMAT = "zerohalf-checkpoint"
 FORMAT_VERSION = 1
+
+BEST, LATEST = "best", "latest"  # files beside the checkpoints, each with the name of one
 
 _STEP = re.compile(r"step-\d{8,}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -76,6 +80,22 @@ def saved(path: Path) -> Saved:
         return Saved(step_of(path), healthy=False)
     score = measured.get("heldout_loss")
     return Saved(step_of(path), score if isinstance(score, float) else None, measured.get("healthy", True) is True)
+
+
+def best_of(paths: Iterable[Path]) -> Path | None:
+    """The healthy one with the lowest held-out loss, by what the checkpoints themselves tell; None: none has any."""
+    by_step = {step_of(path): path for path in paths}
+    ranked = best_first([saved(path) for path in by_step.values()])
+    return by_step[ranked[0].step] if ranked else None
+
+
+def have_named(folder: Path, mark: str, name: str | None) -> None:
+    """Have the file `mark` (BEST, LATEST) name a checkpoint, durably, or be gone. Nothing is written without need."""
+    file = folder / mark
+    if name is None:
+        file.unlink(missing_ok=True)
+    elif not file.exists() or file.read_text(errors="replace") != name + "\n":
+        write_text(file, name + "\n")
 
 
 def measured_at(path: Path) -> dict[str, Any]:
@@ -206,8 +226,24 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def named(path: Path) -> Path:
+    """`path`, or the checkpoint with the lowest held-out loss where it is RUN/checkpoints/best, whether or not such a
+    file stands there. Raises CheckpointError where there is none."""
+    if path.name != BEST or path.parent.name != "checkpoints" or path.is_dir():
+        return path
+    best = best_of(list_checkpoints(path.parent))
+    if best is None:
+        raise CheckpointError(
+            f"{path.parent} holds no healthy checkpoint whose step was evaluated: name one by its step, or train with "
+            "evaluation.every_steps equal to checkpoint.every_steps, or a divisor of it"
+        )
+    return best
+
+
 def find(path: Path) -> Path:
-    """The checkpoint meant by `path`: itself, or the newest of a run. Raises CheckpointError where there is none."""
+    """The checkpoint meant by `path`: itself, the newest of a run, or RUN/checkpoints/best. Raises CheckpointError
+    where there is none."""
+    path = named(path)
     if (path / "manifest.json").exists() and (path / "weights.safetensors").exists():
         return path
     if not path.is_dir():
@@ -316,13 +352,14 @@ def model_of(
 def refuse_other_model(path: Path, config: ModelConfig) -> None:
     """Raise CheckpointError, naming the size, unless a run of `config` can start from the weights of a checkpoint.
 
-    seq_len and init_std say nothing of what weights mean, and may differ.
+    seq_len and init_std say nothing of what weights mean, and may differ; but a learned position is a weight.
     """
-    stored, wanted = model_config(path).to_dict(), config.to_dict()
+    stored, wanted = asdict(model_config(path)), asdict(config)
     for name in stored:
-        if stored[name] == wanted[name] or name in ("seq_len", "init_std"):
+        is_free = name == "init_std" or (name == "seq_len" and config.positions != "learned")
+        if stored[name] == wanted[name] or is_free:
             continue
-        remedy = f"set model.{name} = {json.dumps(stored[name])}"
+        remedy = f"leave out model.{name}" if stored[name] is None else f"set model.{name} = {json.dumps(stored[name])}"
         if name == "rope_layout":
             remedy += f", or export them and import them again with --rope-layout {wanted[name]}"
         raise CheckpointError(

@@ -12,7 +12,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pretrain.checkpoint import list_checkpoints, measured_at, read_manifest, remove, saved, step_of, verify, which_part
+from pretrain.checkpoint import (
+    BEST,
+    best_of,
+    have_named,
+    list_checkpoints,
+    measured_at,
+    read_manifest,
+    remove,
+    saved,
+    step_of,
+    verify,
+    which_part,
+)
 from pretrain.retention import Reason, Retention
 from pretrain.run_directory import CheckpointError, RunDirectory, RunDirectoryError
 
@@ -33,6 +45,7 @@ class Entry:
     state: Literal["whole", "unverified", "damaged"]
     fault: str | None = None  # what is damaged
     latest: bool = False
+    best: bool = False  # the lowest held-out loss of all healthy ones here: RUN/checkpoints/best
     kept: tuple[Reason, ...] = ()
     part: str | None = None  # "1 of 2" where other machines hold the rest of it
 
@@ -89,8 +102,9 @@ def entries(
             found[path] = replace(found[path], state="damaged", fault=str(error))
         if check == "newest" and found[path].state == "whole" and found[path].healthy is not False:
             break
-    reasons = retention.reasons([saved(path) for path, entry in found.items() if entry.state != "damaged"])
-    return [replace(entry, kept=reasons.get(entry.step, ())) for entry in found.values()]
+    sound = [path for path, entry in found.items() if entry.state != "damaged"]
+    reasons, best = retention.reasons([saved(path) for path in sound]), best_of(sound)
+    return [replace(entry, kept=reasons.get(entry.step, ()), best=path == best) for path, entry in found.items()]
 
 
 def _look(path: Path, latest: str | None) -> Entry:
@@ -154,6 +168,8 @@ def remove_others(
         raise CheckpointError(
             f"none of the {len(found)} checkpoints in {run.checkpoints} is whole and healthy: nothing is removed"
         )
+    best = best_of(entry.path for entry in found if entry not in going and entry.state != "damaged")
+    have_named(run.checkpoints, BEST, None if best is None else best.name)
     for entry in going:
         remove(entry.path)
     return [entry for entry in found if entry not in going], going

@@ -323,13 +323,14 @@ class Report:
             f"in the schedule are used up ({skipped_steps} such so far); loss scale {loss_scale:g}, now halved"
         )
 
-    def scores(self, state: TrainState, scores: Mapping[str, Score]) -> None:
-        """Record an evaluation, one record a source."""
+    def scores(self, state: TrainState, scores: Mapping[str, Score], seconds: float) -> None:
+        """Record an evaluation, one record a source; all of them together tell what it took."""
         for source, score in scores.items():
+            cost = {"seconds": seconds} if source == "all" else {}
             if self._log is not None:
-                self._log.write("evaluation", state.global_step, {"source": source, **score.to_dict()})
+                self._log.write("evaluation", state.global_step, {"source": source, **score.to_dict(), **cost})
         losses = "  ".join(f"{source} {score.loss:.4f}" for source, score in scores.items())
-        self.say(f"step {state.global_step}: held-out loss, {scores['all'].tokens:,} tokens  {losses}")
+        self.say(f"step {state.global_step}: held-out loss, {scores['all'].tokens:,} tokens in {seconds:.1f} s  {losses}")
 
     @property
     def step_seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""What follows a save, well or not: `latest`, and removing the checkpoints that nothing keeps.
+"""What follows a save, well or not: `latest`, `best`, and removing the checkpoints that nothing keeps.
 
 In all homes of a run alike (see sharing.py); mostly there is one.
 
@@ -18,10 +18,22 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
-from pretrain.checkpoint import digest, list_checkpoints, measured_at, read_json, read_manifest, remove, saved, step_of
+from pretrain.checkpoint import (
+    BEST,
+    LATEST,
+    digest,
+    have_named,
+    list_checkpoints,
+    measured_at,
+    read_json,
+    read_manifest,
+    remove,
+    saved,
+    step_of,
+)
 from pretrain.parts import every_file
-from pretrain.retention import Retention, Saved
-from pretrain.run_directory import CheckpointError, write_text
+from pretrain.retention import Retention, Saved, best_first
+from pretrain.run_directory import CheckpointError
 from pretrain.sharing import Sharing
 from pretrain.writing import why
 
@@ -31,7 +43,8 @@ T = TypeVar("T")
 def tidy(
     folder: Path, retention: Retention, sharing: Sharing | None, named: str | None, taken_back: str | None = None
 ) -> list[str]:
-    """Have `latest` name a checkpoint, and remove what nothing keeps; says what of it could not be done.
+    """Have `latest` name a checkpoint and `best` the best of those that stay, and remove what nothing keeps; says what
+    of it could not be done.
 
     All ranks together where there are several homes, each of which then does it (`latest` where a home has any of that
     checkpoint). With one (`sharing` None), one rank alone, in a thread maybe. `taken_back`: removed first, since
@@ -46,13 +59,16 @@ def tidy(
 
     by_home: list[tuple[int, list[str]]] = []
     going: list[str] = []
+    best: str | None = None
     try:
         looks = on_leaders(look)
         by_home += enumerate(faults for faults, _ in looks)
-        going = superfluous([holdings for _, holdings in looks], retention)
+        homes = [holdings for _, holdings in looks]
+        going = superfluous(homes, retention)
+        best = best_of_homes(homes, going)
     except OSError as error:
         by_home.append((0, [f"older checkpoints were not looked at: {error}"]))
-    by_home += enumerate(on_leaders(lambda: _follow(folder, named, going)))
+    by_home += enumerate(on_leaders(lambda: _follow(folder, {LATEST: named, BEST: best}, going)))
     return [
         fault if sharing is None or home == 0 else f"on {sharing.host(home)}: {fault}"
         for home, faults in by_home
@@ -60,28 +76,29 @@ def tidy(
     ]
 
 
-def _follow(folder: Path, named: str | None, going: Sequence[str]) -> list[str]:
-    """In one home: `latest`, then what is to be removed, however the first went."""
-    fault = _name(folder, named)
+def _follow(folder: Path, marks: Mapping[str, str | None], going: Sequence[str]) -> list[str]:
+    """In one home: `latest` and `best`, then what is to be removed, however the first went."""
+    unnamed = _name(folder, marks)
     faults = prune(folder, going)
-    if fault is not None or going:  # there may be room for it now; or what it named is gone, and no other is here
-        fault = _name(folder, named)
-    return faults if fault is None else [fault, *faults]
+    if unnamed or going:  # there may be room for it now; or what it named is gone, and no other is here
+        unnamed = _name(folder, marks)
+    return [*unnamed, *faults]
 
 
-def _name(folder: Path, named: str | None) -> str | None:
-    """Have `latest` name a checkpoint if this home has any of it; in any case none that is gone. Why not, if not."""
-    latest = folder / "latest"
-    try:
-        told = latest.read_text(errors="replace").strip() if latest.exists() else None
-        if named is not None and (folder / named).exists():
-            if told != named:
-                write_text(latest, named + "\n")
-        elif told and not (folder / told).exists():
-            latest.unlink()
-    except OSError as error:
-        return why(error, latest)
-    return None
+def _name(folder: Path, marks: Mapping[str, str | None]) -> list[str]:
+    """Have each mark name its checkpoint if this home has any of it; in any case none that is gone. Why not, if not."""
+    faults = []
+    for mark, named in marks.items():
+        file = folder / mark
+        try:
+            told = file.read_text(errors="replace").strip() if file.exists() else None
+            if named is not None and (folder / named).exists():
+                have_named(folder, mark, named)
+            elif told and not (folder / told).exists():
+                have_named(folder, mark, None)
+        except OSError as error:
+            faults.append(why(error, file))
+    return faults
 
 
 @dataclass(frozen=True)
@@ -117,6 +134,27 @@ def superfluous(homes: Sequence[Mapping[str, Holding | None]], retention: Retent
 
     Those that all homes together lack files of count for nothing: they keep no whole one out.
     """
+    whole, others = _known(homes)
+    reasons = retention.reasons([*whole.values()])
+    reasons_with_others = retention.reasons([*whole.values(), *others.values()])
+    going = [
+        (one.step, name)
+        for name, one in {**whole, **others}.items()
+        if not reasons.get(one.step) and not reasons_with_others[one.step]
+    ]
+    return [name for _, name in sorted(going)]
+
+
+def best_of_homes(homes: Sequence[Mapping[str, Holding | None]], going: Sequence[str]) -> str | None:
+    """The name of the checkpoint with the lowest held-out loss, of those whole in all homes together that stay."""
+    whole, _ = _known(homes)
+    names = {one.step: name for name, one in whole.items() if name not in going}
+    ranked = best_first([whole[name] for name in names.values()])
+    return names[ranked[0].step] if ranked else None
+
+
+def _known(homes: Sequence[Mapping[str, Holding | None]]) -> tuple[dict[str, Saved], dict[str, Saved]]:
+    """Of what all homes can read, what is whole in all together, and the rest."""
     whole: dict[str, Saved] = {}
     others: dict[str, Saved] = {}
     for name in {*chain(*homes)}:
@@ -130,14 +168,7 @@ def superfluous(homes: Sequence[Mapping[str, Holding | None]], retention: Retent
         else:
             score = next((one.saved.score for one in one_save if one.saved.score is not None), None)
             whole[name] = Saved(step_of(Path(name)), score, all(one.saved.healthy for one in one_save))
-    reasons = retention.reasons([*whole.values()])
-    reasons_with_others = retention.reasons([*whole.values(), *others.values()])
-    going = [
-        (one.step, name)
-        for name, one in {**whole, **others}.items()
-        if not reasons.get(one.step) and not reasons_with_others[one.step]
-    ]
-    return [name for _, name in sorted(going)]
+    return whole, others
 
 
 def _by_save(holdings: Iterable[Holding]) -> list[list[Holding]]:

@@ -13,7 +13,12 @@ from data_pipeline.history import History
 from data_pipeline.order import SampleOrder
 from pretrain.changes import after, mixture_of, refuse_other, told, unchanged
 from pretrain.checkpoint import (
+    BEST,
+    LATEST,
+    best_of,
+    have_named,
     list_checkpoints,
+    named,
     read_json,
     read_manifest,
     refuse_part,
@@ -23,7 +28,7 @@ from pretrain.checkpoint import (
     which_part,
 )
 from pretrain.config import Compute, refuse_split_windows
-from pretrain.run_directory import CheckpointError, write_text
+from pretrain.run_directory import CheckpointError
 
 UNHEALTHY = ".unhealthy"
 PART = ".incomplete"  # ends the name of a part that was passed over for an older whole checkpoint
@@ -33,7 +38,12 @@ SPREAD = ("world_size", "zero_stage")  # of a run's identity: how its state is s
 def clear_leftovers(folder: Path) -> list[str]:
     """Remove what a killed save or prune left behind; warnings of what cannot be removed, and is in nobody's way."""
     warnings = []
-    for leftover in [*folder.glob("step-*.partial"), *folder.glob("step-*.deleted"), *folder.glob(".latest.*.tmp")]:
+    for leftover in [
+        *folder.glob("step-*.partial"),
+        *folder.glob("step-*.deleted"),
+        *folder.glob(".latest.*.tmp"),
+        *folder.glob(".best.*.tmp"),
+    ]:
         try:
             if leftover.is_dir():
                 shutil.rmtree(leftover)
@@ -134,7 +144,7 @@ def _chosen(
         return None
     chosen = newest()
     if resume != "auto":
-        wanted = Path(resume).resolve()
+        wanted = named(Path(resume)).resolve()
         if not any((wanted / name).exists() for name in ("manifest.json", "engine")):
             raise CheckpointError(
                 f"--resume {resume}: no checkpoint there; say auto, never, or the folder of a checkpoint, such as "
@@ -257,7 +267,7 @@ def set_aside(folder: Path, named: Sequence[tuple[str, str]], newest: str) -> li
     """Have checkpoints be none, under names that say why: their own, each with a suffix. Those not there are no matter.
 
     `latest` names `newest` before that or, where it is not in this folder, the newest that stays: at no moment one that
-    is gone.
+    is gone. Nor does `best`.
 
     A run that diverges makes the unhealthy ones again, start after start: of one step the newest stays; told of is
     what has been removed for it. The damaged ones all stay: a file of theirs may be restored from a copy.
@@ -266,12 +276,9 @@ def set_aside(folder: Path, named: Sequence[tuple[str, str]], newest: str) -> li
     if not going:
         return []
     staying = [path.name for path in list_checkpoints(folder) if path.name not in dict(named)]
-    if newest in staying:
-        write_text(folder / "latest", newest + "\n")
-    elif staying:
-        write_text(folder / "latest", staying[-1] + "\n")
-    else:
-        (folder / "latest").unlink(missing_ok=True)
+    have_named(folder, LATEST, newest if newest in staying else staying[-1] if staying else None)
+    best = best_of(folder / name for name in staying)
+    have_named(folder, BEST, None if best is None else best.name)
     removed = []
     for path, suffix in going:
         if suffix == UNHEALTHY:

@@ -32,6 +32,13 @@ class Saved:
     healthy: bool = True  # loss, weights and moments are finite, as far as was recorded
 
 
+def best_first(checkpoints: Sequence[Saved]) -> list[Saved]:
+    """The healthy ones that have a score, the lowest first; of equal ones the later."""
+    scored = [(one.score, one) for one in checkpoints if one.healthy and one.score is not None]
+    finite = [(score, one) for score, one in scored if math.isfinite(score)]
+    return [one for _, one in sorted(finite, key=lambda pair: (pair[0], -pair[1].step))]
+
+
 @dataclass(frozen=True)
 class Retention:
     """A rule of what stays. `keep_every_steps` None and `keep_best` 0: no checkpoint stays for that reason."""
@@ -52,8 +59,7 @@ class Retention:
         """
         by_step = sorted(checkpoints, key=lambda one: one.step)
         healthy = [one for one in by_step if one.healthy]
-        scored = [one for one in healthy if one.score is not None and math.isfinite(one.score)]
-        best = sorted(scored, key=lambda one: (one.score, -one.step))[: self.keep_best]
+        best = best_first(by_step)[: self.keep_best]
         newest = by_step[max(0, len(by_step) - self.keep_last) :]
         reasons: dict[int, tuple[Reason, ...]] = {}
         for one in by_step:

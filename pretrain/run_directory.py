@@ -7,7 +7,7 @@ runs/NAME/
   tokenizer/         a copy: the run can generate and evaluate on its own
   metrics.jsonl      one object a line, appended, never rewritten
   tensorboard/
-  checkpoints/       step-00001000/ (its manifest.json written last), latest
+  checkpoints/       step-00001000/ (its manifest.json written last), latest, best
   status.json        what the run is doing: state, attempt, global_step
   receipts/          rank-00000.json …: how each rank of the last attempt ended (see receipts.py)
   alive/             rank-00000.json …: each rank's sign of life, while it runs (see alive.py)

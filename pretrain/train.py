@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -52,6 +53,7 @@ from pretrain.stopping import (
 )
 
 Outcome = Literal["finished", "stopped"]
+T = TypeVar("T")
 
 
 # ---------------------------------------------------------------- one step
@@ -225,7 +227,7 @@ def train(
         measured: Measured | None = None  # of the last whole step
         try:
             if unscored:
-                report.scores(state, heldout_scores(engine, inputs, ranks, stopping))
+                report.scores(state, *timed(lambda: heldout_scores(engine, inputs, ranks, stopping)))
             while state.global_step < schedule.max_steps:
                 lr = learning_rate(state.global_step, schedule)
                 plan = inputs.plan.of_step(state.global_step, steps)
@@ -248,8 +250,8 @@ def train(
                     raise StopAgreedError
                 if due(state, config.evaluation.every_steps) or last:
                     life.does("evaluates")
-                    scores = heldout_scores(engine, inputs, ranks, stopping)
-                    report.scores(state, scores)
+                    scores, seconds = timed(lambda: heldout_scores(engine, inputs, ranks, stopping))
+                    report.scores(state, scores, seconds)
                     measured = replace(measured, heldout_loss=scores["all"].loss)
                 if last:
                     life.does("saves")
@@ -300,6 +302,12 @@ def saves_before_the_end(state: TrainState, config: RunConfig) -> bool:
     """Whether a later step than this one is saved that is not the last."""
     every = config.checkpoint.every_steps
     return (state.global_step // every + 1) * every < config.schedule.max_steps
+
+
+def timed(function: Callable[[], T]) -> tuple[T, float]:
+    """What `function` gives, and the seconds it took."""
+    started = time.perf_counter()
+    return function(), time.perf_counter() - started
 
 
 def due(state: TrainState, every_steps: int) -> bool:

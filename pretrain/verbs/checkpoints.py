@@ -129,6 +129,7 @@ def _print_checkpoints(found: Sequence[Entry]) -> None:
     for one in found:
         size = "" if one.bytes is None else f"{one.bytes / 1e6:,.1f}"
         losses = ["" if loss is None else f"{loss:.4f}" for loss in (one.loss, one.heldout_loss)]
+        losses[1] += " best" if one.best else ""
         healthy = {True: "yes", False: "NO", None: "not recorded"}[one.healthy]
         kept = [*one.kept, *(["latest"] if one.latest else [])]
         written = one.written_at.replace("T", " ").removesuffix("+00:00")

@@ -90,7 +90,7 @@ def test_what_a_kill_left_is_no_checkpoint_and_is_cleared(run: tuple[Path, dict[
     (folder / "step-00000004").rename(folder / "step-00000004.deleted")
     assert names(path) == ["step-00000006", "step-00000008"]
     clear_leftovers(folder)
-    assert sorted(entry.name for entry in folder.iterdir()) == ["latest", "step-00000006", "step-00000008"]
+    assert sorted(entry.name for entry in folder.iterdir()) == ["best", "latest", "step-00000006", "step-00000008"]
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,9 @@ def test_every_chinese_character_and_emoji_comes_whole_out_of_bytes(tokenizer: P
     """As if the tokenizer had none of them: each of the CJK ideographs and the emoji blocks, byte by byte."""
     codec = Codec.load(tokenizer)
     of_byte = {int(codec.piece(one)[3:5], 16): one for one in range(codec.vocab_size) if codec.is_byte(one)}
-    characters = [chr(code) for first, last in ((0x4E00, 0x9FFF), (0x1F300, 0x1FAFF)) for code in range(first, last + 1)]
+    characters = [
+        chr(code) for first, last in ((0x4E00, 0x9FFF), (0x1F300, 0x1FAFF)) for code in range(first, last + 1)
+    ]
     for start in range(0, len(characters), 16):
         text = "".join(characters[start : start + 16])
         one, pieces = Continuation(codec), []

@@ -194,7 +194,7 @@ def test_a_run_whose_weights_stop_being_finite_keeps_its_last_healthy_checkpoint
     assert run_ranks(1, train_case, sane, run) == ["finished"]
     assert read_metrics(run / "metrics.jsonl")[10]["attempt"] == 3
     assert sorted(entry.name for entry in (run / "checkpoints").iterdir()) == [
-        "latest", "step-00000011", "step-00000011.unhealthy", "step-00000012",
+        "best", "latest", "step-00000011", "step-00000011.unhealthy", "step-00000012",
     ]  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from unittest import mock
 import pytest
 import torch
 
+import pretrain.checkpoint
 import pretrain.pruning
 import pretrain.resuming
 import pretrain.saving
@@ -153,7 +154,7 @@ def no_room_for_latest(while_there: Path) -> Iterator[None]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_text(path, text)
 
-    with mock.patch.object(pretrain.pruning, "write_text", write):
+    with mock.patch.object(pretrain.checkpoint, "write_text", write):
         yield
 
 

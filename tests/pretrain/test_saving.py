@@ -216,7 +216,8 @@ def tables_of(tiny_recipe: Tables) -> dict[str, Any]:
 
 
 def names(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / "checkpoints").iterdir())
+    """`best` is a matter of evaluation."""
+    return sorted(path.name for path in (run / "checkpoints").iterdir() if path.name != "best")
 
 
 def steps_saved(run: Path) -> list[str]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import torch
+
 from data_pipeline.history import History
 from pretrain.agreement import facts, facts_of_weights, refuse_differences
 from pretrain.config import new_values, to_toml
@@ -173,6 +175,7 @@ def write_down(
             "resumed_from": None if chosen is None else str(named(chosen)),
             "converted_from": None if chosen is None else converted_from(chosen, inputs.identity),
             "initial_weights": None if initial is None else str(initial),
+            "device": "cuda" if torch.cuda.is_available() else "cpu",
             "compute": inputs.compute,
             "recipe_changes": new_values(earlier, recipe),
             "changes": history.to_json(),

@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.accounting import parameter_count
-from pretrain.config import RunConfig, load_recipe
+from pretrain.config import RecipeError, RunConfig, load_recipe
 from pretrain.device_memory import PROCESS_BYTES
 from pretrain.memory import budget
-from pretrain.plan import Kind
+from pretrain.plan import AUTO_IS, Kind
 from pretrain.run_directory import RunDirectory, RunDirectoryError
 
 Array = NDArray[np.float64]
@@ -124,8 +124,7 @@ class Memory:
     predicted: int  # tensors at the peak
     predicted_with_process: int  # and what a process holds beside them
     moment: str
-    measured: float  # allocated on a GPU, resident on a CPU; NaN: not recorded
-    measured_of: str  # "the largest of all ranks" or "the first rank"
+    measured: float  # by the first rank: allocated on a GPU, resident on a CPU; NaN: not recorded
 
     @property
     def comparable(self) -> int:
@@ -147,7 +146,6 @@ class Chronicle:
     evaluations: Mapping[str, Sequence[Record]]  # source → records in step order; "all" is all of them together
     changes: Sequence[Record]
     saves: Sequence[Record]
-    memory_records: Sequence[Record]
     attempts: Sequence[Attempt]
     damaged_lines: int  # whole lines that are no record
     last_sign: float | None  # seconds since the epoch
@@ -190,21 +188,18 @@ class Chronicle:
     @cached_property
     def memory(self) -> Memory:
         """RecipeError where the recipe cannot be budgeted."""
+        if not self.deepspeed:
+            raise RecipeError("deepspeed.json is missing or damaged")
         facts = self.environment
-        told = next((record for record in reversed(self.memory_records) if "device" in record), None)
-        built = str(facts.get("versions", {}).get("torch", ""))
-        kind: Kind = "cpu" if (told["device"] == "cpu" if told else "+cpu" in built) else "cuda"
-        compute = facts.get("compute") or self.config.precision.compute_where("bf16")
-        held = budget(self.config, dict(self.deepspeed), int(facts.get("world_size", 1)), compute=compute, device=kind)
+        built = str((facts.get("versions") or {}).get("torch", ""))  # all that earlier versions tell of the device
+        device = facts.get("device") or ("cpu" if "+cpu" in built else None)
+        kind: Kind = "cpu" if device == "cpu" else "cuda"
+        compute = facts.get("compute") or self.config.precision.compute_where(AUTO_IS)
+        held = budget(self.config, self.deepspeed, int(facts.get("world_size") or 1), compute=compute, device=kind)
         peak = held.peak_bytes() + (held.peak_bytes("host") if kind == "cpu" else 0)
-        attempt = self.attempts[-1].number if self.attempts else None
-        ranks = [_number(one.get("peak_bytes")) for one in self.memory_records if one.get("attempt") == attempt]
-        first = self.series.memory[np.isfinite(self.series.memory) & (self.series.attempt == attempt)]
-        measured = float(max([*ranks, *first[-1:]], default=float("nan")))
-        return Memory(
-            kind, told is not None or "+cpu" in built, peak, peak + PROCESS_BYTES[kind], held.peak_moment,
-            measured, "the largest of all ranks" if ranks else "the first rank",
-        )  # fmt: skip
+        last = self.series.memory[self.series.attempt == self.series.attempt[-1]]
+        measured = float(max(last[last > 0], default=np.nan))
+        return Memory(kind, device is not None, peak, peak + PROCESS_BYTES[kind], held.peak_moment, measured)
 
     def time_spent(self) -> dict[str, float]:
         """Seconds from the first start to the last record, by what they went into."""
@@ -251,7 +246,6 @@ def read(path: Path) -> Chronicle:
         evaluations=evaluations,
         changes=_of(counted, "change"),
         saves=_of(counted, "save"),
-        memory_records=_of(records, "memory"),
         attempts=_attempts(run, records, replaced),
         damaged_lines=damaged,
         last_sign=_sign(run),

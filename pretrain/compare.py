@@ -222,7 +222,8 @@ def page(runs: Sequence[Chronicle], same_tokens: bool, said: Sequence[str]) -> P
     called = names(runs)
     notes = list(said)
     notes += [f"{name}: {run.state}" for name, run in zip(called, runs, strict=True) if run.state != "finished"]
-    tables = [table(runs, same_tokens)]
+    results = table(runs, same_tokens)
+    tables = [results.turned() if len(runs) <= 6 else results]  # what a screen is wide enough for
     if any(run.evaluations for run in runs):
         tables.append(heldout_by_source(runs, same_tokens))
     sections = [

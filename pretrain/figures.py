@@ -68,7 +68,6 @@ def memory_of(run: Chronicle) -> tuple[dict[str, Any], int] | str:
         "predicted_with_process_bytes": memory.predicted_with_process,
         "moment": memory.moment,
         "measured_bytes": finite(memory.measured),
-        "measured_of": memory.measured_of,
     }
     return figures, memory.comparable
 
@@ -76,15 +75,14 @@ def memory_of(run: Chronicle) -> tuple[dict[str, Any], int] | str:
 # ---------------------------------------------------------------- words
 
 
-def count(value: float | None, unit: str = "") -> str:
-    """1.23 M, for people."""
+def count(value: float | None) -> str:
+    """983,040, from a million on 1.23 M."""
     if value is None or not np.isfinite(value):
         return "not finite"
-    for scale, name in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for scale, name in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
         if abs(value) >= scale:
-            shown = value / (1e3 if name == "k" else scale)
-            return f"{shown:.3g} {name}{unit}" if shown < 999.5 else f"{shown:,.0f} {name}{unit}"
-    return f"{value:,.0f}{' ' if unit else ''}{unit}"
+            return f"{value / scale:.3g} {name}" if value < 999.5 * scale else f"{value / scale:,.0f} {name}"
+    return f"{value:,.0f}"
 
 
 def loss(value: Any) -> str:

@@ -77,9 +77,7 @@ class Page:
 
 def render(page: Page) -> str:
     from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
 
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.filters["drawing"] = Markup  # what plots.py made
     template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     return template.render(page=page)

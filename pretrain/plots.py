@@ -222,8 +222,11 @@ def _dress(axes: Axes, x_label: str, y_label: str, *, plain_x: bool) -> None:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     low, high = axes.get_ylim()
     if axes.get_yscale() == "log":
-        axes.yaxis.set_major_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
-        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+        chosen = LogFormatter(minor_thresholds=(2, 0.5))  # knows which ticks to name, but not how to write 0.6
+        chosen.set_axis(axes.yaxis)
+        chosen.set_locs()
+        axes.yaxis.set_major_formatter(lambda value, place: f"{value:g}")
+        axes.yaxis.set_minor_formatter(lambda value, place: f"{value:g}" if chosen(value) else "")
     elif max(abs(low), abs(high)) >= 1000:
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     elif max(abs(low), abs(high)) < 0.01:

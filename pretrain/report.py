@@ -10,7 +10,7 @@ from pretrain.chronicle import LAST_STEPS, Chronicle
 from pretrain.device_memory import MB, show_size
 from pretrain.figures import attempts_table, changes_table, count, duration, heldout_table, loss, memory_of, time_table
 from pretrain.page import Page, Section, Table, Tile
-from pretrain.plots import Array, Curve, Plot, plot, smooth
+from pretrain.plots import COLOURS, Array, Curve, Look, Plot, plot, smooth
 from pretrain.samples import Samples
 
 STATES = {
@@ -42,7 +42,7 @@ def notes(run: Chronicle) -> list[str]:
 
 
 def page(run: Chronicle, samples: Samples | None) -> Page:
-    begun = [one for one in (run.attempts[0].facts.get("started_at"), run.path.resolve()) if one]
+    begun = str(run.attempts[0].facts.get("started_at", "not recorded")).replace("T", " ")[:16]
     facts = run.environment
     versions = facts.get("versions") or {}
     table = [[name, str(version)] for name, version in versions.items()]
@@ -71,7 +71,7 @@ def page(run: Chronicle, samples: Samples | None) -> Page:
         )
     )
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    subtitle = f"{run.path} · {run.state} · begun {begun[0]} · this page was made {made}"
+    subtitle = f"{run.path} · {run.state} · begun {begun} · this page was made {made}"
     return Page(run.name, subtitle, notes(run), tiles(run), sections)
 
 
@@ -151,7 +151,7 @@ def _heldout(run: Chronicle) -> Plot:
     for number, source in enumerate(sorted(run.evaluations, key=lambda one: (one == "all", one))):
         x, y = _places(run, source, run.series.tokens)
         colour = None if source == "all" else number
-        look = "line" if number < 8 or source == "all" else "dashed"
+        look: Look = "line" if number < COLOURS or source == "all" else "dashed"
         curves.append(Curve("all sources" if source == "all" else source, x, y, colour, look))
     return plot("Held-out loss by source", curves, x_label="tokens learnt from", y_label="nats per token")
 
@@ -218,7 +218,7 @@ def memory_section(run: Chronicle) -> Section:
     ]
     if measured is not None:
         share = f"{measured / comparable:.0%} of what was predicted for the same"
-        rows.append(["measured", show_size(measured), f"{figures['measured_of']}; {share}"])
+        rows.append(["measured", show_size(measured), f"by the first rank; {share}"])
     series, drawn = run.series, []
     if np.isfinite(series.memory).any():
         curves = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pretrain.checkpoint import list_checkpoints, saved
+from pretrain.checkpoint import best_of, list_checkpoints
 from pretrain.run_directory import CheckpointError, RunDirectory
 
 PROMPTS = ("The", "She said", "我们")
@@ -43,8 +43,7 @@ def samples(run: Path, which: Which, prompts: Sequence[str], seed: int, accelera
 
 def best_checkpoint(run: Path) -> Path:
     """The healthy checkpoint with the lowest held-out loss. CheckpointError: none was evaluated."""
-    found = [(saved(path), path) for path in list_checkpoints(RunDirectory(run).checkpoints)]
-    scored = [(one.heldout_loss, path) for one, path in found if one.heldout_loss is not None and one.healthy]
-    if not scored:
+    best = best_of(list_checkpoints(RunDirectory(run).checkpoints))
+    if best is None:
         raise CheckpointError(f"no checkpoint of {run} was evaluated: sample the newest")
-    return min(scored)[1]
+    return best

@@ -1,0 +1,103 @@
+"""What counts of a run's records, whatever resumes, kills and damage left of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pretrain.chronicle import read
+from pretrain.run_directory import RunDirectoryError
+from tests.pretrain.written_run import evaluation, train, write_run
+
+
+def test_a_resume_puts_what_lies_behind_its_checkpoint_out_of_use(tmp_path: Path) -> None:
+    """Also what the later attempt has not come to yet, and evaluations there; what lies before stays."""
+    records = [
+        *(train(step, 1) for step in range(1, 8)), evaluation(2), evaluation(6, loss=0.5),
+        *(train(step, 2, loss=9.0) for step in (4, 5)),
+    ]  # fmt: skip
+    run = read(write_run(tmp_path / "run", records, attempts=2))
+    assert run.series.step.tolist() == [1, 2, 3, 4, 5]
+    assert run.series.loss[3:].tolist() == [9.0, 9.0]
+    assert run.replaced.step.tolist() == [4, 5, 6, 7]
+    assert [one["step"] for one in run.evaluations["all"]] == [2]
+    assert [(one.number, one.first_step, one.last_step, one.replaced) for one in run.attempts] == [
+        (1, 1, 7, 4), (2, 4, 5, 0),
+    ]  # fmt: skip
+    spent = run.time_spent()
+    assert (spent["training steps that count"], spent["steps that a later attempt replaced"]) == (2.5, 2.0)
+
+
+def test_an_attempt_that_opens_with_the_evaluation_that_was_due_keeps_its_step(tmp_path: Path) -> None:
+    records = [train(1), train(2), train(3), evaluation(2, attempt=2), train(3, 2, loss=1.5)]
+    run = read(write_run(tmp_path / "run", records, attempts=2))
+    assert run.series.step.tolist() == [1, 2, 3]
+    assert run.series.attempt.tolist() == [1, 1, 2]
+    assert [one["step"] for one in run.evaluations["all"]] == [2]
+
+
+def test_tokens_flops_and_time_are_those_of_the_steps_that_count(tmp_path: Path) -> None:
+    """Records that were lost leave a gap; tokens and FLOPs of those steps are known by the next one's."""
+    records = [train(step) for step in (1, 2, 5, 6)]
+    series = read(write_run(tmp_path / "run", records)).series
+    assert series.breaks.tolist() == [False, False, True, False]
+    assert series.flops.tolist() == pytest.approx([6e9, 12e9, 30e9, 36e9])
+    assert series.seconds.tolist() == [0.5, 1.0, 1.5, 2.0]
+
+
+def test_throughput_leaves_out_the_first_step_of_each_attempt_unless_there_is_no_other(tmp_path: Path) -> None:
+    slow = {"tokens_per_second": 10.0, "step_seconds": 100.0}
+    records = [train(1, **slow), train(2), train(3, 2, **slow), train(4, 2)]
+    assert read(write_run(tmp_path / "run", records, attempts=2)).series.steady_rate == 2000
+    assert read(write_run(tmp_path / "short", [train(1, **slow)])).series.steady_rate == 10
+
+
+def test_numbers_that_are_not_finite_stay_unknown_and_leave_the_rest(tmp_path: Path) -> None:
+    records = [train(1), train(2, loss=None, grad_norm=None), train(3, loss=2.0), evaluation(2, loss=None)]
+    run = read(write_run(tmp_path / "run", records))
+    assert np.isnan(run.series.loss).tolist() == [False, True, False]
+    assert run.series.final_loss == pytest.approx((3 + 5 * math.exp(-1 / 20) + 2.0) / 2)
+    assert run.best() is None
+
+
+@pytest.mark.parametrize("end, damaged", [(b'{"kind": "tra', 0), (b"\x00\x00\n[1]\n17\nnull\n", 4), (b"\n\n", 0)])
+def test_damaged_lines_cost_only_themselves(tmp_path: Path, end: bytes, damaged: int) -> None:
+    run = read(write_run(tmp_path / "run", [train(1), train(2)], end=end))
+    assert (len(run.series), run.damaged_lines) == (2, damaged)
+
+
+def test_what_is_no_run_or_has_no_step_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="no such folder"):
+        read(tmp_path / "nowhere")
+    with pytest.raises(RunDirectoryError, match=r"no recipe\.toml"):
+        read(tmp_path)
+    with pytest.raises(RunDirectoryError, match="no step yet"):
+        read(write_run(tmp_path / "run", []))
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    with pytest.raises(RunDirectoryError, match="no step yet"):
+        read(tmp_path / "run")
+
+
+def test_a_run_that_says_running_needs_a_sign_of_life(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [train(1)], state="running")
+    assert read(path).state == "silent"
+    (path / "alive").mkdir()
+    for at, state in ((time.time(), "running"), (time.time() - 3600, "silent")):
+        (path / "alive" / "rank-00000.json").write_text(json.dumps({"at": at}))
+        assert read(path).state == state
+
+
+def test_memory_is_compared_with_what_means_the_same(tmp_path: Path) -> None:
+    """Residence with the whole process on a CPU, an allocator's peak with tensors on a GPU; only the last attempt's."""
+    records = [train(1, peak_memory_bytes=900), train(2, 2, peak_memory_bytes=700)]
+    on_cpu = read(write_run(tmp_path / "cpu", records, attempts=2)).memory
+    assert (on_cpu.kind, on_cpu.measured, on_cpu.comparable) == ("cpu", 700, on_cpu.predicted_with_process)
+    on_gpu = read(write_run(tmp_path / "gpu", records, attempts=2, facts={"device": "cuda"})).memory
+    assert (on_gpu.kind, on_gpu.comparable) == ("cuda", on_gpu.predicted)
+    unknown = read(write_run(tmp_path / "old", records, facts={"device": None})).memory
+    assert not unknown.kind_known

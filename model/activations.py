@@ -16,13 +16,14 @@ LEGEND names the symbols of the formulas. What a formula says is what is compute
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import CodeType
 from typing import Literal
 
 from model.accounting import parameter_count
-from model.config import ModelConfig, checkpointing_period
+from model.config import COMPONENTS, ModelConfig, checkpointing_period
 
 LEGEND = {
     "b": "rows of the micro-batch",
@@ -121,6 +122,20 @@ class Pass:
     def is_run_again(self, layer: int) -> bool:
         period = checkpointing_period(self.checkpointing)
         return period > 0 and layer % period == 0
+
+
+def unmodelled(config: ModelConfig) -> str | None:
+    """What to say of a model whose blocks hold other tensors than those counted here, or None.
+
+    The sums are those of Llama's block, whatever the config. Norms behind, LayerNorm and biases hold about as much, two
+    matrices a third of the feed-forward's less, and residual streams several times the stream. Parameters and their
+    training state are counted for every choice (model/accounting.py).
+    """
+    table = config.to_dict()
+    others = [f"{name} = {json.dumps(table[name])}" for name in COMPONENTS if name in table]
+    if not others:
+        return None
+    return f"activations are counted as those of Llama's block; not modelled: {', '.join(others)}"
 
 
 def buffers(config: ModelConfig) -> tuple[Held, ...]:

@@ -85,6 +85,11 @@ def count(value: float | None) -> str:
     return f"{value:,.0f}"
 
 
+def counted(number: int, what: str) -> str:
+    """1 step, 2,000 steps."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def loss(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, int | float) and np.isfinite(value) else "not finite"
 

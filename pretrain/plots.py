@@ -218,7 +218,12 @@ def _dress(axes: Axes, x_label: str, y_label: str, *, plain_x: bool) -> None:
         axes.spines[side].set_visible(False)
     axes.tick_params(length=3)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=x_label == "step"))
-    if not plain_x:
+    if x_label == "step":
+        left, right = axes.get_xlim()
+        if right - left < 2:  # a single step: its neighbours are whole numbers too
+            axes.set_xlim(round((left + right) / 2) - 1, round((left + right) / 2) + 1)
+        axes.xaxis.set_major_formatter(lambda value, place: f"{value:,.0f}")
+    elif not plain_x:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     low, high = axes.get_ylim()
     if axes.get_yscale() == "log":

@@ -7,8 +7,18 @@ from datetime import UTC, datetime
 import numpy as np
 
 from pretrain.chronicle import LAST_STEPS, Chronicle
-from pretrain.device_memory import MB, show_size
-from pretrain.figures import attempts_table, changes_table, count, duration, heldout_table, loss, memory_of, time_table
+from pretrain.device_memory import GB, MB, show_size
+from pretrain.figures import (
+    attempts_table,
+    changes_table,
+    count,
+    counted,
+    duration,
+    heldout_table,
+    loss,
+    memory_of,
+    time_table,
+)
 from pretrain.page import Page, Section, Table, Tile
 from pretrain.plots import COLOURS, Array, Curve, Look, Plot, plot, smooth
 from pretrain.samples import Samples
@@ -31,11 +41,11 @@ def notes(run: Chronicle) -> list[str]:
     if first > 1:
         said.append(f"the records begin with step {first:,}: steps before it are another directory's, or were lost")
     if missing:
-        said.append(f"records of steps are missing in {missing:,} places; lines are interrupted there")
+        said.append(f"records of steps are missing in {counted(missing, 'place')}; lines are interrupted there")
     if bad:
-        said.append(f"{bad:,} steps have a loss that is not finite")
+        said.append(f"the loss of {counted(bad, 'step')} is not finite")
     if run.damaged_lines:
-        said.append(f"{run.damaged_lines:,} lines of metrics.jsonl are damaged and passed over")
+        said.append(f"{counted(run.damaged_lines, 'damaged line')} of metrics.jsonl passed over")
     if run.last() is None:
         said.append("nothing has been evaluated yet")
     return said
@@ -46,8 +56,8 @@ def page(run: Chronicle, samples: Samples | None) -> Page:
     facts = run.environment
     versions = facts.get("versions") or {}
     table = [[name, str(version)] for name, version in versions.items()]
-    table.append(["commit", str(facts.get("git_commit"))])
-    table.append(["host", str(facts.get("hostname"))])
+    table.append(["commit", str(facts.get("git_commit") or "not recorded")])
+    table.append(["host", str(facts.get("hostname") or "not recorded")])
     sections = [Section("How it learnt", plots=plots(run))]
     if run.evaluations:
         text = "Loss and unigram (the entropy of the tokens' own frequencies) in nats per token."
@@ -77,12 +87,17 @@ def page(run: Chronicle, samples: Samples | None) -> Page:
 
 def tiles(run: Chronicle) -> list[Tile]:
     series, last, best = run.series, run.last(), run.best()
+    averaged = counted(min(LAST_STEPS, len(series)), "step")
     found = [
         Tile("step", f"{int(series.step[-1]):,}", f"of {run.config.schedule.max_steps:,}"),
         Tile("tokens", count(series.tokens[-1]), f"{series.tokens[-1] / run.parameters:.2g} per parameter"),
         Tile("parameters", count(run.parameters), f"{run.parameters:,}"),
         Tile("training FLOPs", count(series.flops[-1]), "causal attention"),
-        Tile("training loss", loss(series.final_loss), f"mean of the last {min(LAST_STEPS, len(series))} steps"),
+        Tile(
+            "training loss",
+            loss(series.final_loss),
+            f"mean of the last {averaged}",
+        ),
     ]
     if last is not None:
         bits = f"{last['bits_per_byte']:.4f} bits per byte" if last.get("bits_per_byte") is not None else ""
@@ -129,7 +144,7 @@ def _loss(
     curves = [*_marks(run, x), every]
     if replaced is not None and len(replaced):
         again = np.argsort(replaced, kind="stable")
-        label = f"replaced by a resume ({len(replaced):,} steps)"
+        label = f"replaced by a resume ({counted(len(replaced), 'step')})"
         curves.append(Curve(label, replaced[again], run.replaced.loss[again], 7, "faint"))
     if window > 1:
         curves.append(Curve(f"mean of {window} steps", x, smooth(series.loss, window), 0, "line", series.breaks))
@@ -220,12 +235,13 @@ def memory_section(run: Chronicle) -> Section:
         share = f"{measured / comparable:.0%} of what was predicted for the same"
         rows.append(["measured", show_size(measured), f"by the first rank; {share}"])
     series, drawn = run.series, []
+    unit = GB if max(comparable, measured or 0) >= GB else MB
     if np.isfinite(series.memory).any():
         curves = [
             *_marks(run, series.step),
-            Curve("measured, first rank: the most so far", series.step, series.memory / MB, 0, breaks=series.breaks),
-            Curve("predicted for the same", series.step[:1], np.array([comparable / MB]), 1, "level"),
+            Curve("measured, first rank: the most so far", series.step, series.memory / unit, 0, breaks=series.breaks),
+            Curve("predicted for the same", series.step[:1], np.array([comparable / unit]), 1, "level"),
         ]
-        drawn = [plot("Memory of a rank", curves, x_label="step", y_label="MB")]
+        drawn = [plot("Memory of a rank", curves, x_label="step", y_label="GB" if unit == GB else "MB")]
     text = f"One rank of the last attempt on a {kind}{known}. Measured are {meaning}."
     return Section("Memory", text, drawn, [Table(["", "bytes", ""], rows, [1])])

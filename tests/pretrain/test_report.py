@@ -20,7 +20,7 @@ from pretrain.config import parse_recipe
 from pretrain.page import render
 from pretrain.report import page
 from pretrain.runtime import Ranks
-from pretrain.samples import Samples
+from pretrain.samples import PROMPTS, Samples, samples
 from pretrain.train import train as train_run
 from tests.command_line import run_command
 from tests.pretrain.written_run import evaluation, train, write_run
@@ -75,12 +75,6 @@ def pretrain(*arguments: object) -> subprocess.CompletedProcess[str]:
     return run_command("pretrain", *arguments, environment=environment)
 
 
-def page_of(run: Path, *options: object) -> Checked:
-    done = pretrain("report", run, "--no-samples", *options)
-    assert (done.returncode, done.stderr) == (0, "")
-    return Checked((run / "report.html").read_text(encoding="utf-8"))
-
-
 def train_case(ranks: Ranks, tables: dict[str, Any], path: Path) -> str:
     return train_run(parse_recipe(tables), path, ranks)
 
@@ -131,12 +125,9 @@ def test_a_real_run_is_reported_with_the_numbers_it_wrote(real_run: Path) -> Non
 
 
 def test_samples_are_the_same_each_time_and_others_with_another_seed(real_run: Path) -> None:
-    texts = []
-    for seed in (1, 1, 2):
-        done = pretrain("report", real_run, "--json", "--seed", seed, "--html", real_run / "other.html")
-        texts.append(json.loads(done.stdout)["samples"]["texts"])
+    texts = [samples(real_run, "newest", PROMPTS, seed, "cpu").texts for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
-    assert len(texts[0]) == 3
+    assert [prompt for prompt, _ in texts[0]] == list(PROMPTS)
 
 
 def test_a_run_that_cannot_write_gets_its_page_all_the_same_unless_prompts_were_given(
@@ -157,8 +148,7 @@ def test_a_run_that_cannot_write_gets_its_page_all_the_same_unless_prompts_were_
 def test_all_text_is_text(tmp_path: Path) -> None:
     records = [train(1), train(2), evaluation(2), evaluation(2, EVIL)]
     path = write_run(tmp_path / "<b>run", records, facts={"git_commit": EVIL, "versions": {EVIL: EVIL}})
-    samples = Samples(EVIL, EVIL, [(EVIL, EVIL)])
-    html = render(page(read(path), samples))
+    html = render(page(read(path), Samples(EVIL, EVIL, [(EVIL, EVIL)])))
     assert "<script" not in html
     assert "".join(Checked(html).text).count(EVIL) > 8
 
@@ -169,11 +159,11 @@ def test_runs_of_all_kinds_have_a_page_that_says_what_is_special(tmp_path: Path)
     cases: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
         "one-step": ([train(1)], {}, "nothing has been evaluated yet"),
         "running": ([train(1), train(2)], {"state": "running"}, "no rank gives a sign of life"),
-        "diverged": ([train(1), train(2, loss=None, grad_norm=None)], {"state": "failed"}, "1 steps have a loss"),
+        "diverged": ([train(1), train(2, loss=None, grad_norm=None)], {"state": "failed"}, "loss of 1 step is not"),
         "all-bad": ([train(1, loss=None, grad_norm=None)], {"state": "failed"}, "not finite"),
         "cut": ([train(1), train(2)], {"end": b'{"kind": "train", "st'}, "finished"),
-        "damaged": ([train(1), train(2)], {"end": b"\xff\n"}, "1 lines of metrics.jsonl are damaged"),
-        "gap": ([train(1), train(2), train(9)], {}, "records of steps are missing in 1 places"),
+        "damaged": ([train(1), train(2)], {"end": b"\xff\n"}, "1 damaged line of metrics.jsonl"),
+        "gap": ([train(1), train(2), train(9)], {}, "records of steps are missing in 1 place"),
         "branch": ([train(101), train(102)], {}, "the records begin with step 101"),
         "old": ([old], {"facts": {"versions": None}}, "step"),
         "resumed": (

@@ -343,3 +343,18 @@ def test_gradcheck(tiny_config: ModelConfig) -> None:
         return torch.func.functional_call(attention, dict(zip(weights, values, strict=True)), (x, rotation, None, mask))
 
     assert torch.autograd.gradcheck(function, (x_btd, *weights.values()))
+
+
+@pytest.mark.parametrize(
+    "choice", [CHOICES[-1], {"attention": "mla", "mla_latent": 40, "mla_rope_dim": 16, "n_kv_heads": 4}], ids=str
+)
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_checkpointed_gradients_are_equal_bit_for_bit(
+    tiny_config: ModelConfig, choice: dict[str, Any], mode: str
+) -> None:
+    model = lively(Transformer(replace(tiny_config, **choice)))
+    ids_bt = random_ids(tiny_config, 2, 40)
+    weights = list(model.parameters())
+    plain = torch.autograd.grad(model(ids_bt, ids_bt).loss_sum, weights)
+    model.activation_checkpointing = mode
+    assert all(map(torch.equal, torch.autograd.grad(model(ids_bt, ids_bt).loss_sum, weights), plain))

@@ -1,15 +1,21 @@
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from model.accounting import (
+    FLOPS_FORMULA,
+    flops_formula,
     flops_per_token,
     kv_cache_bytes_per_token,
     parameter_count,
     parameter_parts,
+    parameter_shapes,
     static_memory_bytes,
 )
-from model.config import PRESETS
+from model.config import PRESETS, ModelConfig
+from model.transformer import Transformer
 
 LARGE, MINI = PRESETS["0.5b"], PRESETS["mini"]
 
@@ -86,6 +92,59 @@ def test_flops_count_each_matrix_and_each_visible_key() -> None:
 
 def test_untied_models_do_not_pay_for_the_look_up() -> None:
     assert flops_per_token(replace(MINI, tied=False)) == flops_per_token(MINI)
+
+
+def test_the_published_counts_of_the_other_presets() -> None:
+    assert parameter_count(PRESETS["classic"]) == 16_803_840
+    assert parameter_count(PRESETS["gpt2"]) == 124_439_808
+    names = [part.name for part in parameter_parts(PRESETS["classic"])]
+    assert "last norm" not in names
+    assert {"ReLU feed-forward", "output"} <= {*names}
+    assert {"positions", "last norm", "GELU feed-forward"} <= {part.name for part in parameter_parts(PRESETS["gpt2"])}
+
+
+MLA = replace(MINI, attention="mla", n_kv_heads=8, mla_latent=64, mla_rope_dim=32)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *PRESETS.values(),
+        replace(MINI, norm="layer", norm_place="deepnorm", bias=True, qk_norm=True, tied=False),
+        replace(MLA, bias=True, residual="hyper", n_streams=3),
+    ],
+)
+def test_shapes_are_those_of_the_module_in_its_order(config: ModelConfig) -> None:
+    with torch.device("meta"):
+        built = [(name, tuple(parameter.shape)) for name, parameter in Transformer(config).named_parameters()]
+    assert list(parameter_shapes(config).items()) == built
+    assert parameter_count(config) == sum(math.prod(shape) for _, shape in built)
+    assert parameter_parts(config)[-1].parameters == parameter_count(config)
+
+
+def test_flops_of_mla_and_of_a_sliding_window() -> None:
+    flops, window = flops_per_token(MLA), 1024
+    d, heads, k, latent, rotary = 512, 8, 64, 64, 32
+    attention = d * heads * (k + rotary) + d * (latent + rotary) + latent * heads * 2 * k + heads * k * d
+    assert flops.matrices == 6 * (12 * (attention + 3 * d * 1408) + 4096 * d)
+    visible = sum(t + 1 for t in range(window))
+    assert flops.attention_causal * window == 3 * 12 * visible * heads * 2 * (k + rotary + k)
+    slid = flops_per_token(replace(MINI, sliding_window=100))
+    visible = sum(min(t + 1, 100) for t in range(window))
+    assert slid.attention_causal == 3 * 12 * visible * heads * 2 * (k + k) // window
+    assert slid.attention_full == 3 * 12 * 100 * heads * 2 * (k + k)
+    assert slid.matrices == flops_per_token(MINI).matrices
+    assert flops_per_token(replace(MINI, sliding_window=5000)) == flops_per_token(MINI)
+    assert "mla_rope_dim" in flops_formula(MLA)
+    assert flops_formula(MINI) == FLOPS_FORMULA
+
+
+def test_mlas_cache_by_hand() -> None:
+    """One layer, 4096 tokens, bf16, in MiB: 8 heads of 64 take 8, with 4 kv heads 4, 2 kv heads 2, MLA 0.75."""
+    one = replace(MINI, n_layers=1)
+    by_heads = [kv_cache_bytes_per_token(one, kv_heads=heads) * 4096 / 2**20 for heads in (8, 4, 2)]
+    assert by_heads == [8, 4, 2]
+    assert kv_cache_bytes_per_token(replace(MLA, n_layers=1)) * 4096 / 2**20 == 0.75
 
 
 def test_flops_at_a_shorter_window() -> None:

@@ -59,6 +59,15 @@ def test_by_hand(tiny_config: ModelConfig) -> None:
     assert activations.buffers(tiny_config) == (Held("RoPE tables", 4 * 48 * 64, "4·T·k"),)
 
 
+def test_what_is_not_counted_is_said(tiny_config: ModelConfig) -> None:
+    assert activations.unmodelled(tiny_config) is None
+    assert all(activations.unmodelled(PRESETS[name]) is None for name in ("mini", "0.5b"))
+    assert activations.unmodelled(PRESETS["gpt2"]) == (
+        "activations are counted as those of Llama's block; not modelled: "
+        'norm = "layer", bias = true, ffn = "gelu", positions = "learned"'
+    )
+
+
 def test_formulas_are_made_of_the_legend(tiny_config: ModelConfig) -> None:
     works = [Pass(2, 10, 2, "every-2", device="cuda", documents=True, fused_loss=True), Pass(2, 2000, 4, "full")]
     moments = [

@@ -1,5 +1,6 @@
 """The checks pass on the model as it is, and each names the fault that is planted for it."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -40,6 +41,54 @@ def test_the_mini_preset_passes() -> None:
 )
 def test_other_configs_pass(change: dict[str, object]) -> None:
     assert failed(checks(replace(SMALL, **change))) == {}
+
+
+def test_classic_passes() -> None:
+    outcome = checks(PRESETS["classic"])
+    assert failed(outcome) == {}
+    assert "16,803,840, published 16,803,840" in outcome["parameters"].expected
+
+
+TIED = replace(SMALL, d_model=512, norm_place="post")
+
+
+def test_behind_post_norms_a_tied_head_knows_what_was_read() -> None:
+    """By the logit of the read token the loss is far above what unit-variance logits alone explain, as predicted."""
+    outcome = checks(TIED)
+    assert failed(outcome) == {}
+    assert "by the logit of the token that was read" in outcome["initial loss"].formula
+    plain = math.log(512) + 0.02**2 * 512 / 2
+    assert float(outcome["initial loss"].expected.split()[0]) > plain + 1
+    assert failed(checks(replace(TIED, norm_place="deepnorm", norm="layer"))) == {}
+    assert failed(checks(replace(SMALL, positions="sinusoidal", d_model=512))) == {}
+
+
+def test_that_logit_excuses_neither_deviation_nor_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loud(config: ModelConfig, generator: torch.Generator) -> Transformer:
+        model = Transformer(config, generator)
+        with torch.no_grad():
+            model.embed_tokens.weight.mul_(1.5)
+        return model
+
+    assert "standard deviation" in failed(checks(TIED, build=loud))["initial loss"]
+    from model.norms import RMSNorm
+
+    original = RMSNorm.forward
+    monkeypatch.setattr(RMSNorm, "forward", lambda self, x_btd: original(self, x_btd) * 2**0.5)
+    assert "initial loss" in failed(checks(TIED))
+
+
+def test_a_window_that_is_too_wide_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(SMALL, sliding_window=9)
+    outcome = checks(config)
+    assert failed(outcome) == {}
+    assert "each of the next 9" in outcome["causality"].expected
+    assert "the last 15 within" in outcome["causality"].expected
+    from model import transformer
+
+    original = transformer.window_mask
+    monkeypatch.setattr(transformer, "window_mask", lambda tokens, window, device: original(tokens, window + 1, device))
+    assert "sliding window" in failed(checks(config))["causality"]
 
 
 Sdpa = Callable[..., Tensor]

@@ -12,7 +12,19 @@ from typing import Annotated
 
 import typer
 
-from pretrain.verbs import checkpoints, compare, estimate, evaluate, export, generate, import_weights, plan, report, run
+from pretrain.verbs import (
+    ablate,
+    checkpoints,
+    compare,
+    estimate,
+    evaluate,
+    export,
+    generate,
+    import_weights,
+    plan,
+    report,
+    run,
+)
 from pretrain.verbs.telling import complain
 
 PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
@@ -35,6 +47,7 @@ VERBS = (
     ("import", import_weights.import_weights, import_weights.EXAMPLES),
     ("report", report.report, report.EXAMPLES),
     ("compare", compare.compare, compare.EXAMPLES),
+    ("ablate", ablate.ablate, ablate.EXAMPLES),
     ("checkpoints", checkpoints.checkpoints, checkpoints.EXAMPLES),
 )
 for name, verb, examples in VERBS:

@@ -81,7 +81,7 @@ def continue_prompts(
     rows = _rows(subject, prompts, max_new_tokens, stop_strings)
     for first in range(0, len(prompts), BATCH_SIZE):
         batch = slice(first, first + BATCH_SIZE)
-        *_, last = _steps(subject, rows[batch], sampling, max_new_tokens, seed, stop_strings)
+        *_, last = continue_ids(subject, rows[batch], sampling, max_new_tokens, seed, stop_strings)
         yield from zip(prompts[batch], (one.text for one in last), strict=True)
 
 
@@ -98,7 +98,7 @@ def stream(
     gives. Errors as there."""
     told = 0
     rows = _rows(subject, [prompt], max_new_tokens, stop_strings)
-    for (one,) in _steps(subject, rows, sampling, max_new_tokens, seed, stop_strings):
+    for (one,) in continue_ids(subject, rows, sampling, max_new_tokens, seed, stop_strings):
         if len(one.settled) > told:
             yield one.settled[told:]
             told = len(one.settled)
@@ -120,7 +120,7 @@ def _rows(
     return rows
 
 
-def _steps(
+def continue_ids(
     subject: Subject,
     rows: Sequence[Sequence[int]],
     sampling: Sampling,
@@ -128,7 +128,10 @@ def _steps(
     seed: int,
     stop_strings: Sequence[str],
 ) -> Iterator[list[Continuation]]:
-    """The rows' continuations, one id longer each time, until all have ended."""
+    """The continuations of rows of ids, one id longer each time, until all have ended.
+
+    Raises RecipeError where the model cannot continue them.
+    """
     continuations = [Continuation(subject.codec, tuple(stop_strings)) for _ in rows]
     steps = generate_steps(subject.model, rows, max_new_tokens, sampling, seed=seed, known_ids=subject.codec.vocab_size)
     try:

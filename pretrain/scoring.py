@@ -133,7 +133,7 @@ def score(
         chosen = windows.chosen(rows)
         inputs, targets, where = _arrays(source, chosen, eos_id)
         isolated = number_documents(inputs, eos_id) if rule.isolated else None
-        losses = token_losses(model, inputs, targets, isolated, device)
+        losses, _ = token_scores(model, inputs, targets, isolated, device)
         kept = targets != IGNORED
         nats, tokens, places = losses[kept].astype(np.float64), targets[kept], np.nonzero(kept)[1]
         documents = np.searchsorted(source.ends, where[kept], side="right")
@@ -176,28 +176,31 @@ def _arrays(source: Source, windows: Windows, eos_id: int) -> tuple[Int64Array, 
 
 
 @torch.no_grad()
-def token_losses(
+def token_scores(
     model: Transformer,
     inputs: Int64Array,
     targets: Int64Array,
     documents: Int64Array | None,
     device: torch.device,
-) -> NDArray[np.float32]:
-    """−log p(target) in nats of each target that counts, (rows, tokens) fp32; 0 where it is IGNORED.
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Of each target that counts −log p(target) in nats, and whether it is the likeliest id: (rows, tokens) fp32, bool.
 
-    Logits are lifted to fp32 before their softmax, and never exist for more than loss_chunk_tokens at a time.
+    0 and False where a target is IGNORED. Logits are lifted to fp32 before their softmax, and never exist for more than
+    loss_chunk_tokens at a time.
     """
     ids_bt, targets_bt = (torch.from_numpy(array).to(device) for array in (inputs, targets))
     documents_bt = None if documents is None else torch.from_numpy(documents).to(device)
     hidden_btd = model.hidden(ids_bt, documents_bt=documents_bt)
     kept_bt, chunk = targets_bt != IGNORED, model.loss_chunk_tokens
-    hidden_nd, targets_n = hidden_btd[kept_bt], targets_bt[kept_bt]
-    losses = [
-        torch.nn.functional.cross_entropy(model.lm_head(hidden_kd).float(), targets_k, reduction="none")
-        for hidden_kd, targets_k in zip(torch.split(hidden_nd, chunk), torch.split(targets_n, chunk), strict=True)
-    ]
-    out_bt = torch.zeros(targets_bt.shape, dtype=torch.float32, device=device)
+    losses_bt = torch.zeros(targets_bt.shape, dtype=torch.float32, device=device)
+    likeliest_bt = torch.zeros_like(kept_bt)
+    losses, likeliest = [], []
+    for hidden_kd, targets_k in zip(
+        torch.split(hidden_btd[kept_bt], chunk), torch.split(targets_bt[kept_bt], chunk), strict=True
+    ):
+        logits_kv = model.lm_head(hidden_kd).float()
+        losses.append(torch.nn.functional.cross_entropy(logits_kv, targets_k, reduction="none"))
+        likeliest.append(logits_kv.argmax(-1) == targets_k)
     if losses:
-        out_bt[kept_bt] = torch.cat(losses)
-    found: NDArray[np.float32] = out_bt.cpu().numpy()
-    return found
+        losses_bt[kept_bt], likeliest_bt[kept_bt] = torch.cat(losses), torch.cat(likeliest)
+    return losses_bt.cpu().numpy(), likeliest_bt.cpu().numpy()

@@ -43,6 +43,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "fsspec": ("data_pipeline/readers/places.py",),
     "liger_kernel": ("model/loss.py",),
     "gguf": ("pretrain/export_gguf.py",),
+    "lm_eval": ("pretrain/harness.py",),
     "jinja2": ("pretrain/page.py",),
     "pyarrow": ("data_pipeline/readers/",),
     "zstandard": ("data_pipeline/readers/",),

@@ -28,7 +28,7 @@ from pretrain.evaluation import Ratio, differences, evaluate_subject, texts_for
 from pretrain.export import export_hf
 from pretrain.run_directory import CheckpointError
 from pretrain.runtime import Ranks
-from pretrain.scoring import Rule, token_losses, windows_of
+from pretrain.scoring import Rule, token_scores, windows_of
 from pretrain.subject import Subject, open_subject
 from pretrain.texts import Source, TokensInMemory
 from tests.command_line import run_command
@@ -128,8 +128,9 @@ def test_losses_are_those_of_the_whole_logits_whatever_the_batch(subject: Subjec
     expected = torch.where(kept, -log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0], 0.0)
     for chunk in (1, 7, 1024):
         subject.model.loss_chunk_tokens = chunk
-        found = token_losses(subject.model, ids.numpy(), targets.numpy(), None, CPU)
+        found, likeliest = token_scores(subject.model, ids.numpy(), targets.numpy(), None, CPU)
         assert np.allclose(found, expected, atol=1e-5)
+        assert np.array_equal(likeliest, (log_p.argmax(-1) == targets) & kept)
 
 
 @pytest.mark.parametrize("stride", [None, 8, 1])

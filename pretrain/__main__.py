@@ -24,6 +24,7 @@ from pretrain.verbs import (
     plan,
     report,
     run,
+    tasks,
 )
 from pretrain.verbs.telling import complain
 
@@ -42,6 +43,7 @@ VERBS = (
     ("estimate", estimate.estimate, estimate.EXAMPLES),
     ("run", run.run, run.EXAMPLES),
     ("evaluate", evaluate.evaluate, evaluate.EXAMPLES),
+    ("tasks", tasks.tasks, tasks.EXAMPLES),
     ("generate", generate.generate, generate.EXAMPLES),
     ("export", export.export, export.EXAMPLES),
     ("import", import_weights.import_weights, import_weights.EXAMPLES),

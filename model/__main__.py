@@ -1,4 +1,4 @@
-"""python -m model: what a model costs, and whether it is what it claims to be."""
+"""python -m model: what a model costs, whether it is what it claims to be, and its components shown one by one."""
 
 import importlib.util
 import io
@@ -15,6 +15,7 @@ import typer
 
 from model import accounting
 from model.config import PRESETS, ModelConfig, ModelConfigError, from_table, nearest
+from model.demos.demo import NAMES as DEMOS
 
 PACKAGES = ("tokenizer", "data_pipeline", "model", "pretrain", "launch")
 
@@ -89,6 +90,39 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command(
+    epilog="\b\nExamples:\n  python -m model demo rope\n  python -m model demo norm --plot norm.png\n"
+    "  python -m model demo kv_cache --json\n  python -m model demo --all --out gallery"
+)
+def demo(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help=f"One of {', '.join(DEMOS)}.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, 16 by 9: .png, .svg or .pdf.")
+    ] = None,
+    whole: Annotated[bool, typer.Option("--all", help="All of them, as a page with pictures.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="With --all: the folder to make.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one component at work: numbers that can be followed by hand, and a picture for a slide."""
+    if whole != (out is not None) or whole == (name is not None) or (whole and (plot is not None or as_json)):
+        raise ModelConfigError("demo takes a NAME, with --plot or --json if wanted, or else --all --out DIR")
+    if out is not None:
+        from model.demos.gallery import write
+
+        page = write(out, on_demo=lambda which: print(f"{which} ...", flush=True))
+        print(f"written: {page}")
+        return
+    assert name is not None
+    from model.demos.demo import check_picture_path, run, save_picture
+
+    if plot is not None:
+        check_picture_path(plot)
+    found = run(name)
+    print(json.dumps({"title": found.title, **found.numbers}, indent=2) if as_json else "\n".join(found.lines))
+    if plot is not None:
+        save_picture(found, plot)
+
+
 def load(target: str) -> ModelConfig:
     """The config of a preset's name or of a recipe's [model] table; nothing else in the recipe is read."""
     if target in PRESETS:
@@ -128,7 +162,7 @@ def _refuse_too_large(config: ModelConfig) -> None:
 
 def _flops(config: ModelConfig) -> dict[str, Any]:
     flops = accounting.flops_per_token(config)
-    return {**asdict(flops), "causal": flops.causal, "full": flops.full, "formula": accounting.FLOPS_FORMULA}
+    return {**asdict(flops), "causal": flops.causal, "full": flops.full, "formula": accounting.flops_formula(config)}
 
 
 def _count_text(target: str, config: ModelConfig) -> str:
@@ -146,7 +180,7 @@ def _count_text(target: str, config: ModelConfig) -> str:
         f"Training FLOPs per token at seq_len {config.seq_len}, causal attention: {flops.causal:,}"
         f" (matrices {flops.matrices:,} + attention {flops.attention_causal:,});",
         f"  with full attention {flops.full:,} (attention {flops.attention_full:,})",
-        f"  {accounting.FLOPS_FORMULA}",
+        f"  {accounting.flops_formula(config)}",
         f"KV cache, bf16: {cache:,} B per token, {cache * config.seq_len / 1e6:.1f} MB per {config.seq_len} tokens"
         f" (multi-head {multi_head:,} B, {multi_head * config.seq_len / 1e6:.1f} MB: {multi_head / cache:.1f} ×)",
         f"Static training memory: {sum(memory.values()) / 1e9:.2f} GB = "

@@ -330,7 +330,8 @@ class Report:
             if self._log is not None:
                 self._log.write("evaluation", state.global_step, {"source": source, **score.to_dict(), **cost})
         losses = "  ".join(f"{source} {score.loss:.4f}" for source, score in scores.items())
-        self.say(f"step {state.global_step}: held-out loss, {scores['all'].tokens:,} tokens in {seconds:.1f} s  {losses}")
+        tokens = scores["all"].tokens
+        self.say(f"step {state.global_step}: held-out loss, {tokens:,} tokens in {seconds:.1f} s  {losses}")
 
     @property
     def step_seconds(self) -> float:

@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from data_pipeline.loader import Batch
 from model.config import ModelConfig, from_table
+from model.generate import Sampling
 from model.huggingface import to_config
 from model.transformer import Transformer
 from pretrain.__main__ import main
@@ -36,6 +37,7 @@ from pretrain.metrics import read_metrics
 from pretrain.run_directory import CheckpointError, RunDirectory
 from pretrain.runtime import Ranks
 from pretrain.state import TrainState
+from pretrain.subject import open_subject
 from pretrain.train import loader
 from tests.conftest import VOCAB_SIZE
 from tests.pretrain.scores import scores_of
@@ -123,9 +125,8 @@ def test_transformers_continues_a_prompt_alike(finished_run: Path, exported: Pat
     produced = theirs.generate(ids_bt, do_sample=False, max_new_tokens=48)[0, ids_bt.shape[1] :].tolist()
     if produced[-1] == tokenizer.eos_token_id:
         produced.pop()
-    ((_, text),) = continue_prompts(
-        finished_run, [PROMPT], max_new_tokens=48, temperature=0.0, top_k=None, top_p=None, seed=1
-    )
+    greedy = Sampling(temperature=0.0)
+    ((_, text),) = continue_prompts(open_subject(finished_run), [PROMPT], greedy, max_new_tokens=48, seed=1)
     assert text == tokenizer.decode(produced)
     assert text
 
@@ -288,7 +289,7 @@ def test_imported_weights_are_evaluated_and_continue_prompts(
     ]
     assert scores[0] == scores[1]
     texts = [
-        list(continue_prompts(path, [PROMPT], max_new_tokens=9, temperature=0.0, top_k=None, top_p=None, seed=1))
+        list(continue_prompts(open_subject(path), [PROMPT], Sampling(temperature=0.0), max_new_tokens=9, seed=1))
         for path in (imported, finished_run)
     ]
     assert texts[0] == texts[1]

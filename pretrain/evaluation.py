@@ -166,6 +166,13 @@ def _in_language(one: Evaluated, language: str) -> Evaluated:
     )  # fmt: skip
 
 
+def own_data(subject: Subject) -> Path:
+    """The collection that a run learns from. Raises RecipeError for a model without a run."""
+    if subject.recipe is None:
+        raise RecipeError(f"{subject.name} is a model without a run, which has no data of its own: give --data")
+    return from_root(subject.recipe.data.path)
+
+
 def texts_for(
     subject: Subject,
     data: Sequence[str],
@@ -181,9 +188,7 @@ def texts_for(
     """
     collections = [Path(place) for place in data if is_collection(place)]
     if not data:
-        if subject.recipe is None:
-            raise RecipeError(f"{subject.name} is a model without a run, which has no data of its own: give --data")
-        collections = [from_root(subject.recipe.data.path)]
+        collections = [own_data(subject)]
     if collections and len(data) > 1:
         raise RecipeError(f"--data {collections[0]} is a collection, and stands alone: leave out the others")
     if collections:

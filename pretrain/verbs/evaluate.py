@@ -6,10 +6,10 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -76,7 +76,7 @@ def evaluate(
     """How well a model predicts text: loss, perplexity, bits per byte and character, by source and by language."""
     from pretrain.context_plot import check_path, draw
     from pretrain.engine import process_group
-    from pretrain.evaluation import differences, evaluate_subject, texts_for
+    from pretrain.evaluation import differences, evaluate_subject, own_data, texts_for
     from pretrain.runtime import Ranks
     from pretrain.subject import describes_a_run_still_written, open_subject
 
@@ -87,19 +87,21 @@ def evaluate(
         ranks = Ranks.from_environment(os.environ)
     evaluations: list[Evaluation] = []
     smaller = f"set --batch-size below {batch_size}" if batch_size > 1 else "use a machine or a GPU with more memory"
-    with memory_told(smaller):
+    with memory_told(smaller), ExitStack() as group:
         for path in (asked, *([against] if against is not None else [])):
             said = describes_a_run_still_written(path)
             if said is not None and ranks.is_first:
                 print(f"note: {said}", file=sys.stderr)
             subject = open_subject(path, accelerator=ranks.accelerator, local_rank=ranks.local_rank)
-            group: Any = process_group(subject.device) if ranks.world_size > 1 and not evaluations else nullcontext()
+            if ranks.world_size > 1 and not evaluations:
+                group.enter_context(process_group(subject.device))
             with progress("tokenized", "tokens", shown=ranks.is_first) as show:
                 texts = texts_for(
                     subject, data or (), text_field=text_field, txt_documents=txt_documents.value,
                     max_tokens=max_tokens, on_tokens=lambda tokens: show(tokens, None),
                 )  # fmt: skip
-            with group, progress("scored", "tokens", shown=ranks.is_first) as show:
+            data = data or [str(own_data(subject))]  # the other is asked about the same
+            with progress("scored", "tokens", shown=ranks.is_first) as show:
                 evaluations.append(
                     evaluate_subject(
                         subject, texts, documents=None if documents is None else documents.value, stride=stride,

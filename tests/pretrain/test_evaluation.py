@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ from model.transformer import Transformer
 from pretrain.checkpoint import write_imported
 from pretrain.config import RecipeError
 from pretrain.context_plot import binned
-from pretrain.engine import process_group
 from pretrain.evaluate import evaluate
 from pretrain.evaluation import Ratio, differences, evaluate_subject, texts_for
 from pretrain.export import export_hf
@@ -31,6 +32,7 @@ from pretrain.runtime import Ranks
 from pretrain.scoring import Rule, token_scores, windows_of
 from pretrain.subject import Subject, open_subject
 from pretrain.texts import Source, TokensInMemory
+from pretrain.verbs.evaluate import evaluate as evaluate_verb
 from tests.command_line import run_command
 from tests.ranks import run_ranks
 from tokenizer.codec import Codec
@@ -186,22 +188,27 @@ def test_a_collection_scores_as_training_scores_it(subject: Subject, collection:
                 assert score.bits_per_byte == pytest.approx(expected.bits_per_byte, rel=1e-6)
 
 
-def evaluated_on_ranks(ranks: Ranks, checkpoint: Path, inputs: list[str]) -> dict[str, Any]:
-    subject = open_subject(checkpoint)
-    with process_group(CPU):
-        found = evaluate_subject(subject, texts_for(subject, inputs), stride=8, batch_size=2, ranks=ranks)
-    return found.to_dict()
+def evaluated_on_ranks(ranks: Ranks, checkpoint: Path, other: Path, inputs: list[str]) -> str:
+    """What this rank prints."""
+    with redirect_stdout(StringIO()) as printed:
+        evaluate_verb(checkpoint, inputs, other, stride=8, batch_size=2, as_json=True)
+    return printed.getvalue()
 
 
-def test_any_number_of_ranks_gives_the_same_result(checkpoint: Path, files: list[str]) -> None:
-    (alone,) = run_ranks(1, evaluated_on_ranks, checkpoint, files)
-    first, second = run_ranks(2, evaluated_on_ranks, checkpoint, files)
-    assert first == second
-    for kind in ("scores", "languages"):
-        for name, score in first[kind].items():
-            known = {key: value for key, value in score.items() if value is not None}
-            assert known == pytest.approx({key: alone[kind][name][key] for key in known}, rel=1e-6)
-    assert len(first["by_context"]) == len(alone["by_context"])
+def test_any_number_of_ranks_gives_the_same_result(
+    checkpoint: Path, files: list[str], tokenizer: Path, tmp_path: Path
+) -> None:
+    other = write_model(tmp_path / "other", tokenizer, scale=3.0)
+    (alone,) = run_ranks(1, evaluated_on_ranks, checkpoint, other, files)
+    first, second = run_ranks(2, evaluated_on_ranks, checkpoint, other, files)
+    assert second == ""
+    expected, found = json.loads(alone), json.loads(first)
+    assert found["by_context"] == [pytest.approx(row, rel=1e-6) for row in expected["by_context"]]
+    of_both = [(kind, name) for kind in ("scores", "languages", "difference") for name in expected[kind]]
+    assert len(of_both) > 8
+    for kind, name in of_both:
+        for key, value in expected[kind][name].items():
+            assert found[kind][name][key] == (value if value is None else pytest.approx(value, rel=1e-5)), (kind, name)
 
 
 # ---------------------------------------------------------------- what others find

@@ -19,7 +19,7 @@ from typing import Any
 from launch import records
 from launch.command import Launch
 from launch.errors import LaunchError
-from launch.hints import RESUMES, hint, last_words, only_lost
+from launch.hints import RESUMES, hint, last_words, only_lost, tells_why
 from launch.lifelines import WELL, Known
 from launch.remote import is_here
 
@@ -93,38 +93,45 @@ class End:
     def _tell(self, first: Known, launch: Launch, status: Mapping[str, Any]) -> int:
         """Of the rank that failed first: its traceback, and a line of what happened and what to do."""
         code = exit_code(first)
-        traceback, words = last_words(first.said)
+        traceback, words = last_words(first.said, first.rank)
         advice = self.killer or hint(first.said, first.code or 0)
         if not self.began and first.code == BAD_INPUT and "error: " in first.said and advice is None:
             return BAD_INPUT  # a line on its input stands above, and there is nothing to add
         if traceback:
             prefix = f"[rank {first.rank}] " if launch.ranks > 1 else ""
             print("\n".join(prefix + line for line in traceback.split("\n")), file=sys.stderr)
-        host = launch.host_of(first.rank)
-        parts = [f"rank {first.rank}{'' if host is None else f' on {host}'} {how(first)}"]
+        parts = [f"{named(first.rank, launch)} {how(first)}"]
         parts[0] += f": {words}" if words and first.code not in (None, -signal.SIGKILL) else ""
         parts += [advice] if advice is not None else []
         if self.began:
             attempt = next((one.attempt for one in self.known.values() if one.attempt is not None), None)
             logs = launch.run_directory / "logs" / f"attempt-{attempt}"
             parts += [steps(status), *([] if attempt is None else [f"logs in {logs}"])]
-            parts += [RESUMES] if advice is None or RESUMES not in advice else []
+            parts += [RESUMES] if "global_step" in status and RESUMES not in (advice or "") else []
         else:
+            absent = [rank for rank in launch.own_ranks if rank not in self.known]
+            if absent and "cannot meet" in words:
+                parts.append(f"nothing was heard of {' and '.join(named(rank, launch) for rank in absent)}")
             parts.append("it ended before its first step")
         print(f"error: run {launch.run_directory} failed (code {code}): {'; '.join(parts)}", file=sys.stderr)
         return code
 
 
 def first_failure(known: Mapping[int, Known]) -> Known | None:
-    """The rank whose failure explains the others': not one that only lost another, rather one that said something."""
+    """The rank whose failure explains the others': not one that only lost another, rather one that said why."""
     failed = [one for one in known.values() if one.failed]
     if not failed:
         return None
 
     def says_little(one: Known) -> bool:
-        return one.code is not None and one.code > 0 and not last_words(one.said)[1]
+        return one.code is not None and one.code > 0 and not tells_why(one.said)
 
     return min(failed, key=lambda one: (only_lost(one.said), says_little(one), one.ended_at or 0.0))
+
+
+def named(rank: int, launch: Launch) -> str:
+    host = launch.host_of(rank)
+    return f"rank {rank}" if host is None else f"rank {rank} on {host}"
 
 
 def how(one: Known) -> str:

@@ -9,13 +9,13 @@ RESUMES = "the same command resumes from the last checkpoint"
 # The first that is found, in this order: the words of programs, what they mean.
 HINTS: tuple[tuple[str, str], ...] = (
     (
-        r"does not fit: a rank needs",
+        r"error: .*does not fit: a rank needs",
         "",  # it says itself what to set
     ),
     (
         r"error: .*out of memory",
-        "main memory or a GPU's ran out: the line above says what to set, and `python -m pretrain plan RECIPE "
-        "--world-size N --device-memory auto --fit` what would fit",
+        "main memory or a GPU's ran out: set what the words before this say; `python -m pretrain plan RECIPE "
+        "--world-size N --device-memory auto --fit` says what else would fit",
     ),
     (
         r"CUDA out of memory|OutOfMemoryError|MemoryError|std::bad_alloc|[Cc]annot allocate memory",
@@ -71,12 +71,16 @@ HINTS: tuple[tuple[str, str], ...] = (
 )
 # Said by ranks that only lost another one: its failure is the one to tell of.
 LOST = re.compile(r"another rank (?:is gone|gave no answer)|Connection closed by peer|[Cc]onnection reset by peer")
+TRACEBACK, ERROR = "Traceback (most recent call last)", "error: "
+# Ours, and those of torch's own log: no rank ends of one.
+WARNING = re.compile(r"warning: |\[W[01]\d[0-3]\d \d\d:\d\d:\d\d")
 
 
 def hint(said: str, code: int) -> str | None:
     """What to do about a rank that ended with this code (less than 0: by that signal) and said this last."""
+    told = "\n".join(line for line in said.split("\n") if not WARNING.match(line))
     for words, advice in HINTS:
-        if re.search(words, said):
+        if re.search(words, told):
             return advice or None
     if code == -9:
         return (
@@ -92,20 +96,26 @@ def only_lost(said: str) -> bool:
     return LOST.search(said) is not None
 
 
-def last_words(said: str, lines: int = 40) -> tuple[str, str]:
+def tells_why(said: str) -> bool:
+    """Whether there is an `error:` line or a traceback in what a rank said: with others, it may have been silent."""
+    return any(line.lstrip().startswith((TRACEBACK, ERROR)) for line in said.split("\n"))
+
+
+def last_words(said: str, rank: int, lines: int = 40) -> tuple[str, str]:
     """The last traceback of what a rank said, "" without one, and the one line that tells most of how it ended.
 
-    Of a traceback its last line; else the last line that begins with `error:`; else the last line.
+    Of a traceback its last line; else the last line that begins with `error:`; else the last that is no warning. It
+    names another rank where that one's fault is told of.
     """
     text = said.rstrip("\n").split("\n")
-    starts = [number for number, line in enumerate(text) if line.startswith("Traceback (most recent call last)")]
-    errors = [line for line in text if line.lstrip().startswith("error: ")]
+    starts = [number for number, line in enumerate(text) if line.startswith(TRACEBACK)]
+    errors = [line for line in text if line.lstrip().startswith(ERROR)]
     traceback = text[starts[-1] :] if starts else []
     ends = [number for number, line in enumerate(traceback[1:], 1) if line and not line[0].isspace()]
     if ends and not errors:
         kept = traceback[: ends[0] + 1]
         shown = kept if len(kept) <= lines else [kept[0], "  …", *kept[-lines:]]
         return "\n".join(shown), kept[-1]
-    filled = [line for line in text if line.strip()]
+    filled = [line for line in text if line.strip() and not WARNING.match(line)]
     line = errors[-1] if errors else filled[-1] if filled else ""
-    return "", re.sub(r"^error: (?:rank \d+: )?", "", line.strip())
+    return "", re.sub(rf"^error: (?:rank {rank}: )?", "", line.strip())

@@ -4,10 +4,9 @@ One TCP connection a rank, which the kernels of both sides close at once when a 
 cut, keepalive tells within a minute. The first line a keeper sends is the run's id, all others are JSON, one a line.
 
 Anybody can connect, and whoever does so can't harm a run: nothing is parsed before the id has come, lines and the
-number of strangers are bounded, and a rank is taken once. The id is in the ranks' environment, which their user alone
-can read; where they run on other nodes it stands in the command lines of what starts them there, for all who can read
-these. Who takes it from there can end the run, as a rank's failure does, but not have it called a success: that is
-what receipts in the run directory say (see ending.py).
+number of strangers are bounded, and a rank is taken once. How the id gets to the ranks so that their user alone can
+read it is told in run_id.py. Who had it could end the run, as a rank's failure does, but not have it called a success:
+that is what receipts in the run directory say (see ending.py).
 """
 
 from __future__ import annotations
@@ -77,17 +76,13 @@ class Lifelines:
         most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         room = most_files - RESERVED_FILES - len(ranks) if most_files != resource.RLIM_INFINITY else STRANGERS
         self._most_strangers = max(1, min(STRANGERS, room))
-        self._id = secrets.token_hex(16)  # so that ranks of another run are not taken for ours
-        self._place = f"{address}:{self._listener.getsockname()[1]}"
+        self.run_id = secrets.token_hex(16)  # so that ranks of another run are not taken for ours
+        self.place = f"{address}:{self._listener.getsockname()[1]}"
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._lines: dict[socket.socket, _Line] = {}  # the oldest first
         self._order: str | None = None  # what newcomers are told, too
         self.known: dict[int, Known] = {}  # by rank
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {VARIABLE: f"{self._place}/{self._id}"}
 
     @property
     def connected(self) -> bool:
@@ -181,13 +176,13 @@ class Lifelines:
             except Exception:  # whatever a stranger's words lead to, it is the end of its line and of nothing else
                 self._drop(connection)
                 return
-        if len(line.unread) > (MOST_BYTES if line.is_ours else len(self._id)):
+        if len(line.unread) > (MOST_BYTES if line.is_ours else len(self.run_id)):
             self._drop(connection)
 
     def _note(self, connection: socket.socket, line: _Line, words: bytes) -> None:
         """Any error: it is none of ours."""
         if not line.is_ours:
-            line.is_ours = hmac.compare_digest(words, self._id.encode())
+            line.is_ours = hmac.compare_digest(words, self.run_id.encode())
             if not line.is_ours:
                 raise ValueError("another run's rank, or a stranger")
             return

@@ -23,6 +23,7 @@ from launch.errors import LaunchError
 from launch.lifelines import Lifelines
 from launch.oom_killer import oom_killer, oom_kills
 from launch.remote import is_here
+from launch.run_id import handed_out
 from launch.saying import unfailing
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
@@ -58,25 +59,8 @@ def _run_once(launch: Launch, environ: Mapping[str, str], started_at: float | No
     killed_before = oom_kills()
     lifelines = Lifelines(own_address(launch), launch.own_ranks)
     watch = Watch(launch, lifelines, before)
-    previous = {number: signal.signal(number, watch.note) for number in STOP_SIGNALS}
-    process: subprocess.Popen[bytes] | None = None
-    try:
-        process = start(launch, environ, lifelines, started_at)
-        watch.group = process.pid
-        while process.poll() is None:
-            lifelines.serve(LOOK_SECONDS)
-            watch.look()
-        code = process.returncode
-        watch.wait_for_the_rest()
-    except Exception:  # a fault of ours: no reason to lose what ranks have computed
-        watch.let_save()
-        raise
-    finally:
-        if process is not None:
-            signal_group(process.pid, signal.SIGKILL)
-        lifelines.close()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with handed_out(launch, lifelines) as variable:
+        code = _watched(launch, environ, variable, watch, started_at)
     status = _last_status(launch.run_directory, before)
     known = lifelines.known
     ended = End(
@@ -89,6 +73,31 @@ def _run_once(launch: Launch, environ: Mapping[str, str], started_at: float | No
         launcher_lost=watch.launcher_lost,
     )
     return ended.verdict(launch, status), watch.asked > 0
+
+
+def _watched(
+    launch: Launch, environ: Mapping[str, str], variable: Mapping[str, str], watch: Watch, started_at: float | None
+) -> int:
+    """The launcher's exit code, when it and all ranks have ended."""
+    previous = {number: signal.signal(number, watch.note) for number in STOP_SIGNALS}
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        process = start(launch, environ, variable, started_at)
+        watch.group = process.pid
+        while process.poll() is None:
+            watch.lifelines.serve(LOOK_SECONDS)
+            watch.look()
+        watch.wait_for_the_rest()
+        return process.returncode
+    except Exception:  # a fault of ours: no reason to lose what ranks have computed
+        watch.let_save()
+        raise
+    finally:
+        if process is not None:
+            signal_group(process.pid, signal.SIGKILL)
+        watch.lifelines.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _last_status(run_directory: Path, before: int) -> dict[str, Any]:
@@ -108,14 +117,17 @@ def _last_status(run_directory: Path, before: int) -> dict[str, Any]:
 
 
 def start(
-    launch: Launch, environ: Mapping[str, str], lifelines: Lifelines, started_at: float | None
+    launch: Launch, environ: Mapping[str, str], variable: Mapping[str, str], started_at: float | None
 ) -> subprocess.Popen[bytes]:
-    """The launcher, in a process group of its own, on a leash: it is ended when this command dies."""
+    """The launcher, in a process group of its own, on a leash: it is ended when this command dies.
+
+    `variable`: by which ranks find this command.
+    """
     clock = ["--started-at", f"{started_at:.3f}"] if started_at is not None and "--max-minutes" in launch.argv else []
-    environment = {**environ, **launch.environment, **lifelines.environment}
+    environment = {**environ, **launch.environment, **variable}
     files: list[int] = []
     if launch.is_remote:
-        passed = {**launch.passed, **lifelines.environment}
+        passed = {**launch.passed, **variable}
         files = [file_in_memory(passed, escape_percent=launch.launcher == "pdsh")]
         environment = {**of_runner(environ, launch.launcher), **passed, "DS_ENV_FILE": f"/proc/self/fd/{files[0]}"}
         environment["PDSH_SSH_ARGS_APPEND"] = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} {SSH_OPTIONS}".strip()

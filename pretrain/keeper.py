@@ -36,7 +36,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-VARIABLE = "ZEROHALF_LAUNCHER"  # ADDRESS:PORT/ID of the `launch run` that started this rank
+# Of the `launch run` that started this rank ADDRESS:PORT/ID, or ADDRESS:PORT//PATH where PATH.RANK holds the id.
+VARIABLE = "ZEROHALF_LAUNCHER"
 CONNECT_SECONDS = 10.0
 # Behind the death of `launch run`, to save and stop; behind a cut line, where other ranks are hardly to be reached.
 ORPHAN_SECONDS, CUT_SECONDS = 600.0, 30.0
@@ -159,11 +160,16 @@ class Keeper:
         place, _, identity = launcher.partition("/")
         address, _, port = place.rpartition(":")
         try:
+            identity = _taken(identity, self.rank)
+        except OSError as error:
+            self._leave(
+                f"the file by which `launch run` would know it cannot be had: {error}: ranks stand on the hosts in the "
+                "order of the host file"
+            )
+        try:
             self.launcher = socket.create_connection((address, int(port)), timeout=CONNECT_SECONDS)
         except ConnectionRefusedError:
-            self._say(f"error: rank {self.rank}: `launch run`, at {place}, is gone: nobody would watch this rank\n")
-            os.kill(self.child, signal.SIGKILL)
-            os._exit(1)
+            self._leave(f"`launch run`, at {place}, is gone: nobody would watch this rank")
         except (OSError, ValueError) as error:
             self._say(
                 f"warning: rank {self.rank} of {socket.gethostname()} does not reach `launch run` at {place}: {error}; "
@@ -177,6 +183,12 @@ class Keeper:
         who = {"rank": self.rank, "host": socket.gethostname(), "pid": self.child}
         with suppress(OSError):
             self.launcher.sendall(identity.encode() + b"\n" + _line(who))
+
+    def _leave(self, why: str) -> NoReturn:
+        """No rank without somebody who watches it."""
+        self._say(f"error: rank {self.rank}: {why}\n")
+        os.kill(self.child, signal.SIGKILL)
+        os._exit(1)
 
     def _look(self) -> None:
         """Wait a moment for any of the ends, and do what there is to do."""
@@ -329,6 +341,16 @@ class _Log:
                     block, self._unended = block + _readable(self._unended), b""
         while block:
             block = block[os.write(self._descriptor, block) :]
+
+
+def _taken(identity: str, rank: int) -> str:
+    """The id, of which there is no copy behind this where a file holds it. OSError: it cannot be read."""
+    if not identity.startswith("/"):
+        return identity
+    path = Path(f"{identity}.{rank}")
+    text = path.read_text()
+    path.unlink()
+    return text
 
 
 def _readable(text: bytes) -> bytes:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import re
 import signal
 import socket
 import struct
@@ -90,6 +89,8 @@ OTHER = "sys.exit('error: rank 1 (b) has another program than rank 0 (a): its co
         (TOO_BIG, 1, "MemoryError; memory ran out: `python -m pretrain plan RECIPE"),
         (FULL, 1, "No space left on device; the disk is full: make room"),
         (RENDEZVOUS, 1, "not all ranks came, or one fell silent"),
+        ("import nowhere_at_all", 1, "No module named 'nowhere_at_all'; a package is missing on that node"),
+        ("socket.getaddrinfo('nowhere.invalid', 1)", 1, "; a node's name has no address there: give --master-addr"),
         (OTHER, 1, "its commit is 1a2b there, 3c4d here; the nodes differ: `python -m launch check`"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 0 was killed by SIGKILL; SIGKILL came from outside"),
         (KEEPER, 1, "rank 0 vanished without a word"),
@@ -127,6 +128,19 @@ def test_the_first_failure_counts_and_not_who_lost_another_rank(tmp_path, capfd)
     assert "[rank 2] before it has a log\n" in told
     assert "[rank 0]" not in told
     assert (tmp_path / "logs" / "attempt-1" / "rank-00002.log").read_text() == "before it has a log\na line\n"
+
+
+def test_who_says_why_counts_and_not_who_ends_in_silence(tmp_path, capfd):
+    """Rank 1's disk is full, all know of it, and rank 0 speaks; its own and torch's warnings say nothing of the end."""
+    silent = "print('[W1130 06:15:21.454760756 socket.cpp:207] [c10d] No route to host'); sys.exit(2)"
+    speaks = "print('warning: x does not fit: a rank needs 1 GB'); time.sleep(0.5); print('error: rank 1: no room'); "
+    speaks += "sys.exit(2)"
+    assert run_once(launch(tmp_path, speaks, silent), os.environ)[0] == 2
+    assert "rank 0 failed with code 2: rank 1: no room; it had come to no step; logs in " in last_line(
+        capfd.readouterr().err
+    )
+    assert run_once(launch(tmp_path, silent), os.environ)[0] == 2
+    assert "rank 0 failed with code 2: before it has a log; it had come to no step" in last_line(capfd.readouterr().err)
 
 
 def test_a_rank_that_left_before_the_run_began_made_no_success(tmp_path, capfd):
@@ -300,8 +314,8 @@ class Lines:
 
     def __init__(self) -> None:
         self.end = Lifelines("127.0.0.1", range(3))
-        match = re.fullmatch(r"(.*):(\d+)/(.*)", self.end.environment["ZEROHALF_LAUNCHER"])
-        self.place, self.identity = (match[1], int(match[2])), match[3].encode() + b"\n"
+        address, _, port = self.end.place.rpartition(":")
+        self.place, self.identity = (address, int(port)), self.end.run_id.encode() + b"\n"
         self.open: list[socket.socket] = []
 
     def connect(self, words: bytes = b"", *, rank: int | None = None) -> socket.socket:

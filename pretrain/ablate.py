@@ -313,5 +313,6 @@ def draw(ablation: Ablation, path: Path) -> None:
     points.axvline(0.0, color="grey", linewidth=0.8)
     points.set_yticks(range(len(ablation.variants)), [variant.name for variant in ablation.variants])
     points.invert_yaxis()
-    points.set(xlabel="nats a token", title=f"held-out loss minus {ablation.variants[0].name}'s, a point a seed")
+    points.set(xlabel=f"nats a token more than {ablation.variants[0].name}", title="held-out loss, a point a seed")
+    points.locator_params(axis="x", nbins=5)
     figure.savefig(path, dpi=120)

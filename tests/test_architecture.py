@@ -62,6 +62,7 @@ WITHOUT_TORCH = (
     "pretrain/device_memory.py",
     "pretrain/device_presets.py",
     "pretrain/estimate.py",
+    "pretrain/variants.py",
     "pretrain/scaling_fit.py",
     "launch/__main__.py",
     "launch/check.py",
@@ -144,7 +145,7 @@ def test_every_import_is_declared() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lines = project["dependencies"] + extras["cluster"] + extras["gguf"] + extras["gpu"]
+    lines = project["dependencies"] + extras["cluster"] + extras["eval"] + extras["gguf"] + extras["gpu"]
     declared = {re.split(r"[\[>]", line)[0].replace("-", "_") for line in lines}
     used = {module.split(".")[0] for path in FILES for module, _ in imports(path)}
     foreign = used - set(PACKAGES) - set(sys.stdlib_module_names) - {"__future__"}

@@ -64,8 +64,7 @@ def test_one_budget_of_flops():
 def test_a_ladder_changes_one_thing_a_row():
     rows = [one.model for one in ladder(MODEL)]
     changed = [
-        {key for key in vars(after) if getattr(after, key) != getattr(before, key)}
-        for before, after in pairwise(rows)
+        {key for key in vars(after) if getattr(after, key) != getattr(before, key)} for before, after in pairwise(rows)
     ]
     mla = {"attention", "qk_norm", "n_kv_heads", "mla_latent", "mla_rope_dim"}
     assert changed == [

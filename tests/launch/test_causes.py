@@ -20,6 +20,7 @@ import deepspeed
 import pytest
 import safetensors
 
+from launch.run_id import FOLDER
 from pretrain.config import parse_recipe, to_toml
 from tests.launch.namespaces import INTERFACE, NAMES, Host, two_hosts
 from tests.ranks import root
@@ -169,7 +170,7 @@ def test_a_rank_never_comes(hosts: tuple[Host, Host], recipe: Path, place: Path,
     assert "rank 0 on node-1 failed with code 2: the ranks cannot meet at " in last
     assert "1/2 clients joined.; not all ranks came, or one fell silent: " in last
     assert last.endswith("; nothing was heard of rank 1 on node-2; it ended before its first step")
-    assert not list(Path("/tmp").glob("zerohalf-run-*.1"))  # what was there for rank 1 is gone
+    assert not list(FOLDER.glob("zerohalf-run-*.1"))  # what was there for rank 1 is gone
 
 
 def test_a_disk_is_full(hosts: tuple[Host, Host], recipe: Path, place: Path) -> None:
@@ -216,18 +217,18 @@ def test_nobody_else_sees_the_runs_id(
     while process.poll() is None:
         for host in hosts:
             seen.update(host.processes().values())
-        for path in Path("/tmp").glob("zerohalf-run-*"):
+        for path in FOLDER.glob("zerohalf-run-*"):
             try:
                 files[path.name] = (path.stat().st_mode & 0o777, path.read_text())
             except FileNotFoundError:
                 continue  # its rank has taken it
         time.sleep(0.02)
     assert process.returncode == 0, run.with_suffix(".log").read_text()
-    named = re.compile(r"ZEROHALF_LAUNCHER[= ]\"?[\d.]+:\d+//tmp/(zerohalf-run-\w+)")
+    named = re.compile(rf"ZEROHALF_LAUNCHER[= ]\"?[\d.]+:\d+/{FOLDER}/(zerohalf-run-\w+)")
     (name,) = {match[1] for line in seen for match in named.finditer(line)}
     ours = {path: found for path, found in files.items() if path.startswith(name)}
     assert sorted(ours) == [f"{name}.0", f"{name}.1"]
     assert {mode for mode, _ in ours.values()} == {0o600}
     (run_id,) = {text for _, text in ours.values() if text}
     assert not any(run_id in line for line in seen)
-    assert not any(Path("/tmp", path).exists() for path in ours)
+    assert not any((FOLDER / path).exists() for path in ours)

@@ -47,15 +47,15 @@ class Task:
 
 @dataclass(frozen=True)
 class Share:
-    """How many of the questions, as a share, and its standard error."""
+    """How many of the questions, as a share, and its standard error; None where one question cannot tell."""
 
     value: float
-    standard_error: float
+    standard_error: float | None
 
     @classmethod
     def of(cls, hits: Sequence[bool]) -> Share:
         value = sum(hits) / len(hits)
-        return cls(value, math.sqrt(value * (1 - value) / (len(hits) - 1)) if len(hits) > 1 else math.nan)
+        return cls(value, math.sqrt(value * (1 - value) / (len(hits) - 1)) if len(hits) > 1 else None)
 
 
 @dataclass(frozen=True)
@@ -210,13 +210,13 @@ class Paired:
     """How much larger one's share is than another's on the same questions, with the standard error of that."""
 
     difference: float
-    standard_error: float
+    standard_error: float | None
 
     @classmethod
     def of(cls, ours: Sequence[bool], theirs: Sequence[bool]) -> Paired:
         differences = [int(one) - int(other) for one, other in zip(ours, theirs, strict=True)]
         mean = sum(differences) / len(differences)
         if len(differences) < 2:
-            return cls(mean, math.nan)
+            return cls(mean, None)
         variance = sum((one - mean) ** 2 for one in differences) / (len(differences) - 1)
         return cls(mean, math.sqrt(variance / len(differences)))

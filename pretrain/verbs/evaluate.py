@@ -28,6 +28,9 @@ deepspeed --module pretrain evaluate runs/mini
 """
 
 
+FEW = 20  # documents, below which a standard error is itself uncertain by a sixth or more: 1 / √(2 (n − 1))
+
+
 class _Documents(StrEnum):
     PACKED = "packed"
     ALONE = "alone"
@@ -113,6 +116,7 @@ def evaluate(
     found = differences(*evaluations) if against is not None else {}
     if plot is not None:
         draw(evaluations, plot)
+        print(f"written: {plot}", file=sys.stderr)
     if as_json:
         report = evaluations[0].to_dict() | ({"dropped": dict(texts.dropped)} if texts.dropped else {})
         if found:
@@ -178,4 +182,5 @@ def _print_differences(evaluations: Sequence[Evaluation], found: dict[str, Diffe
                 if abs(errors) >= 2
                 else (f"{abs(errors):.1f} standard errors: these documents do not tell which is better")
             )
-        print(f"  {name}: {difference.bits_per_byte:+.5f}{spread}   {verdict}")
+        few = f" (only {difference.documents} documents: too few to be sure of ±)" if difference.documents < FEW else ""
+        print(f"  {name}: {difference.bits_per_byte:+.5f}{spread}   {verdict}{few}")

@@ -74,6 +74,8 @@ def generate(
         raise RecipeError("say what to continue: --prompt TEXT, --file FILE or --interactive, one of them")
     if (streaming or interactive) and as_json:
         raise RecipeError("--json prints whole texts: leave out --stream and --interactive")
+    if (interactive or streaming) and num_samples > 1:
+        raise RecipeError("--num-samples needs whole texts: leave out --stream and --interactive")
     if (interactive or streaming) and compare:
         raise RecipeError("--compare needs whole texts: leave out --stream and --interactive")
     try:

@@ -107,15 +107,19 @@ def _print(results: list[Result], pairs: dict[str, Paired]) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     for result in results:
-        shares = [f"{share.value:.3f} ± {share.standard_error:.3f}" for share in result.shares.values()]
+        shares = [_with_error(f"{share.value:.3f}", share.standard_error) for share in result.shares.values()]
         table.add_row(result.subject, *shares, f"{result.bits_per_byte:.4f}")
     if pairs:
         table.add_row(
-            "the first more by", *(f"{one.difference:+.3f} ± {one.standard_error:.3f}" for one in pairs.values())
+            "the first more by", *(_with_error(f"{one.difference:+.3f}", one.standard_error) for one in pairs.values())
         )
     console = Console()
     console.width = max(console.width, 110)
     console.print(table)
+
+
+def _with_error(value: str, standard_error: float | None) -> str:
+    return value if standard_error is None else f"{value} ± {standard_error:.3f}"
 
 
 def _print_harness(name: str, results: dict[str, dict[str, Any]], *, as_json: bool) -> None:

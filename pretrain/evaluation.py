@@ -88,6 +88,8 @@ class Evaluated:
     languages: tuple[str, ...]
     exact: bool  # the sums of bytes and characters are the source text's
     each_exact: bool  # so is every document's
+    numbers_d: NDArray[np.int64]  # which documents of the source these are
+    whole: bool  # no document was scored in part
     sums: Sums
 
 
@@ -163,6 +165,7 @@ def _in_language(one: Evaluated, language: str) -> Evaluated:
     return replace(
         one, nats_d=one.nats_d[here], tokens_d=one.tokens_d[here], bytes_d=one.bytes_d[here],
         characters_d=one.characters_d[here], languages=(language,) * int(here.sum()), exact=one.each_exact,
+        numbers_d=one.numbers_d[here],
     )  # fmt: skip
 
 
@@ -257,7 +260,8 @@ def _with_facts(source: Source, sums: Sums) -> Evaluated:
     nats_d, tokens_d = sums.document_nats[chosen], sums.document_tokens[chosen]
     return Evaluated(
         source.name, nats_d, tokens_d, bytes_d, facts.characters * shares, facts.languages,
-        exact=summed or (whole and facts.exact), each_exact=whole and facts.exact, sums=sums,
+        exact=summed or (whole and facts.exact), each_exact=whole and facts.exact, numbers_d=chosen, whole=whole,
+        sums=sums,
     )  # fmt: skip
 
 
@@ -284,9 +288,10 @@ def differences(one: Evaluation, other: Evaluation) -> dict[str, Difference]:
     """By source, and "all": one's bits less the other's, document by document; tokenizers may differ, texts not."""
     pairs = list(zip(one.sources, other.sources, strict=True))
     for ours, theirs in pairs:
-        if ours.name != theirs.name or len(ours.bytes_d) != len(theirs.bytes_d):
+        same = np.array_equal(ours.numbers_d, theirs.numbers_d)
+        if ours.name != theirs.name or not same or (one.rule != other.rule and not (ours.whole and theirs.whole)):
             raise RecipeError(
-                f"{one.subject} and {other.subject} were not scored on the same documents of {ours.name}: leave out "
+                f"{one.subject} and {other.subject} were not scored on the same text of {ours.name}: leave out "
                 "--max-tokens"
             )
     found = {ours.name: _difference([(ours, theirs)]) for ours, theirs in pairs}

@@ -115,7 +115,14 @@ def read_law(path: Path) -> ScalingLaw:
         raise RecipeError(f"{path}: should be an object with {', '.join(CONSTANTS)}, or with these in its law")
     e, a, b, alpha, beta = (_constant(path, law, name) for name in CONSTANTS)
     ranges = (_range(path, law.get(name), name) for name in ("parameters", "tokens"))
-    return ScalingLaw(str(law.get("name", path.name)), str(law.get("source", path)), e, a, b, alpha, beta, *ranges)
+    found = ScalingLaw(str(law.get("name", path.name)), str(law.get("source", path)), e, a, b, alpha, beta, *ranges)
+    try:
+        possible = all(math.isfinite(x) and x > 0 for flops in (1e15, 1e27) for x in found.optimum(flops))
+    except (ArithmeticError, ValueError):
+        possible = False
+    if not possible:
+        raise RecipeError(f"{path}: the best size by this law is beyond what a float holds: are its constants right?")
+    return found
 
 
 def _constant(path: Path, law: dict[str, Any], name: str) -> float:

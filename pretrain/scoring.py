@@ -135,7 +135,7 @@ def score(
         isolated = number_documents(inputs, eos_id) if rule.isolated else None
         losses, _ = token_scores(model, inputs, targets, isolated, device)
         kept = targets != IGNORED
-        nats, tokens, places = losses[kept].astype(np.float64), targets[kept], np.nonzero(kept)[1]
+        nats, tokens, places = losses[kept].astype(np.float64), targets[kept], _places(inputs, isolated)[kept]
         documents = np.searchsorted(source.ends, where[kept], side="right")
         for sum_, indices in ((sums.document_nats, documents), (sums.place_nats, places)):
             sum_ += np.bincount(indices, weights=nats, minlength=len(sum_))
@@ -145,6 +145,17 @@ def score(
     summed = sums.over(ranks, device)
     assert summed.document_tokens.sum() == windows.tokens, "a token was scored twice, or not at all"
     return summed
+
+
+def _places(inputs: Int64Array, isolated: Int64Array | None) -> Int64Array:
+    """How many inputs each one has before it that it sees, (rows, longest): in its row, or in its document there."""
+    columns = np.broadcast_to(np.arange(inputs.shape[1]), inputs.shape)
+    if isolated is None:
+        return columns
+    begins = np.ones(inputs.shape, bool)
+    begins[:, 1:] = isolated[:, 1:] != isolated[:, :-1]
+    places: Int64Array = columns - np.maximum.accumulate(np.where(begins, columns, 0), axis=1)
+    return places
 
 
 def _batches(lengths: Int64Array, budget: int) -> Iterator[Int64Array]:

@@ -44,7 +44,8 @@ def open_subject(path: Path, *, accelerator: str | None = None, local_rank: int 
     program does not know or that do not belong together.
     """
     device = pick_device(local_rank, accelerator)
-    if (path / CONFIG).is_file() and not (path / "manifest.json").is_file():
+    ours = any((path / name).exists() for name in ("manifest.json", "checkpoints"))
+    if (path / CONFIG).is_file() and not ours:
         return _of_hugging_face(path, device)
     checkpoint = find(path)
     codec = Codec.load(tokenizer_of(checkpoint))

@@ -171,6 +171,8 @@ def _row(score: Score) -> list[str]:
 def _print_differences(evaluations: Sequence[Evaluation], found: dict[str, Difference]) -> None:
     one, other = (evaluation.subject for evaluation in evaluations)
     print(f"\nbits per byte of {one} less those of {other}, on the same documents:")
+    if evaluations[0].rule != evaluations[1].rule:
+        print("(each by its own windows: with unequal context they are not compared as models alone)")
     for name, difference in found.items():
         error, errors = difference.standard_error, difference.errors
         spread = "" if error is None else f" ± {error:.5f}"

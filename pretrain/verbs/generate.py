@@ -69,6 +69,7 @@ def generate(
     from pretrain.config import RecipeError
     from pretrain.generate import continue_prompts, read_prompts, stream, typed_prompts
     from pretrain.subject import open_subject
+    from tokenizer.codec import TokenizerError
 
     if [bool(prompts), file is not None, interactive].count(True) != 1:
         raise RecipeError("say what to continue: --prompt TEXT, --file FILE or --interactive, one of them")
@@ -97,7 +98,7 @@ def generate(
                 try:
                     for piece in stream(subjects[0], prompt, sampling, seed=seed, **settings):
                         print(piece, end="", flush=True)
-                except RecipeError as error:
+                except (RecipeError, TokenizerError) as error:
                     if not interactive:
                         raise
                     complain(str(error))

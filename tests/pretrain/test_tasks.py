@@ -293,7 +293,7 @@ def test_the_harness_finds_the_same_through_us_and_through_transformers(
 
     export_hf(checkpoint, tmp_path / "hf", dtype=None, max_shard_bytes=10**9)
     subject = open_subject(checkpoint)
-    # Without its cache of logits, which sums texts with equal windows wrongly in one batch: alone they are as ours.
+    # With its cache of logits a text among similar ones has another sum than alone; without it, the same.
     theirs = HFLM(
         pretrained=AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32),
         tokenizer=AutoTokenizer.from_pretrained(tmp_path / "hf"), prefix_token_id=subject.codec.eos_id,

@@ -235,7 +235,7 @@ def generation(
     return (
         Moment("prompts, attention", (cache, _held("a block", attention, symbols))),
         Moment("prompts, feed-forward", (cache, _held("a block", "b·t·w·(3·d + 3·f)", symbols))),
-        Moment("a token", (cache, _held("logits, sorted, as chances", "b·v·(w + x/2 + 32) + 4·v", symbols))),
+        Moment("a token", (cache, _held("logits, sorted, as chances", "b·v·(w + x/2 + 28) + 4·v", symbols))),
     )
 
 

@@ -25,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    epilog="\b\nExamples:\n  python -m model count 0.5b\n  python -m model verify mini",
+    epilog="\b\nExamples:\n  python -m model count 0.5b\n  python -m model verify mini\n  python -m model demo rope",
 )
 
 Target = Annotated[
@@ -105,7 +105,8 @@ def demo(
 ) -> None:
     """Show one component at work: numbers that can be followed by hand, and a picture for a slide."""
     if whole != (out is not None) or whole == (name is not None) or (whole and (plot is not None or as_json)):
-        raise ModelConfigError("demo takes a NAME, with --plot or --json if wanted, or else --all --out DIR")
+        given = "Missing argument" if name is None and not whole and out is None else "Too many options"
+        raise ModelConfigError(f"{given}: demo takes a NAME, or --all with --out DIR: see --help")
     if out is not None:
         from model.demos.gallery import write
 

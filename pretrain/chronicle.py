@@ -29,6 +29,11 @@ Array = NDArray[np.float64]
 Record = Mapping[str, Any]
 
 SIGN_SECONDS = 60  # a sign of life older than that is none
+MOST_STEPS, LARGEST = 2**53, 1e30  # what no counter, and no number of a run, comes to
+NUMBERS = (
+    "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "model_flops_per_second", "loss_scale",
+    "peak_memory_bytes", "text_bytes", "uniform", "unigram", "perplexity", "bits_per_byte",
+)  # fmt: skip
 LAST_STEPS = 20  # a final training loss is the mean of so many steps: one alone is mostly noise
 
 
@@ -265,14 +270,21 @@ def _records(path: Path) -> tuple[list[Record], int]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            whole = all(type(record[name]) is int and record[name] >= 0 for name in ("step", "attempt"))
-            if not (whole and isinstance(record["kind"], str)):
-                raise ValueError
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and _is_ours(record):
+            records.append(record)
+        else:
             damaged += bool(line.strip()) and number < len(lines)
-            continue
-        records.append(record)
     return records, damaged
+
+
+def _is_ours(record: Record) -> bool:
+    """Whether a trainer can have written it: numbers where numbers stand, none that no run comes to."""
+    places = all(type(record.get(name)) is int and 0 <= record[name] <= MOST_STEPS for name in ("step", "attempt"))
+    words = isinstance(record.get("kind"), str) and isinstance(record.get("source", ""), str)
+    numbers = (record[name] for name in NUMBERS if record.get(name) is not None)  # null: it was not finite
+    return places and words and all(abs(_number(value)) <= LARGEST for value in numbers)
 
 
 def _what_counts(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
@@ -309,7 +321,7 @@ def _number(value: object) -> float:
 
 
 def _attempts(run: RunDirectory, records: Sequence[Record], replaced: Sequence[Record]) -> list[Attempt]:
-    facts = {one.get("attempt"): one for one in run.attempts() if isinstance(one, dict)}
+    facts = {one.get("attempt"): _facts(one) for one in run.attempts() if isinstance(one, dict)}
     by_number: dict[int, list[Record]] = {number: [] for number in facts if type(number) is int}
     for record in records:
         by_number.setdefault(record["attempt"], []).append(record)
@@ -333,6 +345,12 @@ def _attempts(run: RunDirectory, records: Sequence[Record], replaced: Sequence[R
             )
         )
     return attempts
+
+
+def _facts(attempt: Record) -> Record:
+    """What environment.json tells of an attempt, less what is not of the kind that a run writes."""
+    kinds = {"versions": dict, "world_size": int, "recipe_changes": list}
+    return {name: value for name, value in attempt.items() if isinstance(value, kinds.get(name, object))}
 
 
 def _instant(value: object) -> float | None:

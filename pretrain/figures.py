@@ -121,7 +121,7 @@ def heldout_table(run: Chronicle) -> Table:
             [
                 source,
                 f"{last['step']:,}",
-                f"{last.get('tokens', 0):,}",
+                f"{last.get('tokens') or 0:,}",
                 loss(last.get("loss")),
                 "" if last.get("perplexity") is None else f"{last['perplexity']:,.2f}",
                 "" if bits is None else f"{exact}{bits:.4f}",

@@ -6,11 +6,14 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pretrain.chronicle import read
+from pretrain.page import render
+from pretrain.report import page
 from pretrain.run_directory import RunDirectoryError
 from tests.pretrain.written_run import evaluation, train, write_run
 
@@ -69,6 +72,31 @@ def test_numbers_that_are_not_finite_stay_unknown_and_leave_the_rest(tmp_path: P
 def test_damaged_lines_cost_only_themselves(tmp_path: Path, end: bytes, damaged: int) -> None:
     run = read(write_run(tmp_path / "run", [train(1), train(2)], end=end))
     assert (len(run.series), run.damaged_lines) == (2, damaged)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"loss": "3"}, {"loss": [3]}, {"loss": 10**400}, {"tokens": 1e308}, {"tokens": math.inf},
+        {"step_seconds": 1e308}, {"perplexity": "21"}, {"text_bytes": {}}, {"bits_per_byte": math.nan}, {"unigram": True}, {"source": 5},
+        {"step": 10**400}, {"step": -1}, {"attempt": "1"}, {"kind": None},
+    ],
+)  # fmt: skip
+def test_what_no_run_writes_is_a_damaged_line(values: dict[str, Any], tmp_path: Path) -> None:
+    """And the page is made of the rest."""
+    strange = [json.dumps({**record(2), **values}) for record in (train, evaluation)]
+    end = "\n".join([*strange, json.dumps(train(3)), ""]).encode()
+    run = read(write_run(tmp_path / "run", [train(1), evaluation(1)], end=end))
+    assert run.damaged_lines == 2
+    assert run.series.step.tolist() == [1, 3]
+    assert render(page(run, None))
+
+
+def test_facts_of_another_kind_are_none(tmp_path: Path) -> None:
+    facts = {"versions": [1], "world_size": "x", "recipe_changes": 3, "hostname": "here"}
+    run = read(write_run(tmp_path / "run", [train(1), evaluation(1, tokens=None, loss=None)], facts=facts))
+    assert set(run.environment) & set(facts) == {"hostname"}
+    assert render(page(run, None))
 
 
 def test_what_is_no_run_or_has_no_step_is_one_clear_line(tmp_path: Path) -> None:

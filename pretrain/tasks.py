@@ -4,9 +4,9 @@ A task is a .jsonl file of one kind. Multiple choice: {"context": …, "choices"
 right one. Cloze: {"context": …, "answer": …}, what has to follow. A choice or an answer follows its context as it
 stands, spaces included. The context begins a document: an EOS stands before it, as in training and in `generate`.
 
-The likeliest choice is taken, by three measures: its log p; that over its UTF-8 bytes, since longer texts are less
-likely; and by how much the context makes it likelier, log p(choice | context) − log p(choice) (mutual information,
-Brown et al. 2020, section 2.4).
+The likeliest choice is taken, by three measures, named as in lm-evaluation-harness: its log p ("acc"); that over its
+UTF-8 bytes, since longer texts are less likely ("acc_bytes"); and by how much the context makes it likelier,
+log p(choice | context) − log p(choice) ("acc_mutual_info"; Brown et al. 2020, section 2.4).
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _judged(
     if task.kind == "cloze":
         answers = Counter(choices)
         return Result(
-            task.name, subject.name, {"exact": tuple(one.greedy for one in behind)},
+            task.name, subject.name, {"exact_match": tuple(one.greedy for one in behind)},
             {"commonest answer": answers.most_common(1)[0][1] / len(choices)}, bits,
         )  # fmt: skip
 
@@ -194,9 +194,9 @@ def _judged(
         )
 
     measures = {
-        "accuracy": [one.log_p for one in behind],
-        "by byte": [one.log_p / len(choice.encode()) for one, choice in zip(behind, choices, strict=True)],
-        "by context": [one.log_p - alone.log_p for one, alone in zip(behind, without, strict=True)],
+        "acc": [one.log_p for one in behind],
+        "acc_bytes": [one.log_p / len(choice.encode()) for one, choice in zip(behind, choices, strict=True)],
+        "acc_mutual_info": [one.log_p - alone.log_p for one, alone in zip(behind, without, strict=True)],
     }
     chance = sum(1 / len(item.choices) for item in task.items) / len(task.items)
     return Result(

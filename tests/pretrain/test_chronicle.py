@@ -74,14 +74,14 @@ def test_damaged_lines_cost_only_themselves(tmp_path: Path, end: bytes, damaged:
     assert (len(run.series), run.damaged_lines) == (2, damaged)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"loss": "3"}, {"loss": [3]}, {"loss": 10**400}, {"tokens": 1e308}, {"tokens": math.inf},
-        {"step_seconds": 1e308}, {"perplexity": "21"}, {"text_bytes": {}}, {"bits_per_byte": math.nan}, {"unigram": True}, {"source": 5},
-        {"step": 10**400}, {"step": -1}, {"attempt": "1"}, {"kind": None},
-    ],
-)  # fmt: skip
+STRANGE: list[dict[str, Any]] = [
+    {"loss": "3"}, {"loss": [3]}, {"loss": 10**400}, {"tokens": 1e308}, {"tokens": math.inf}, {"step_seconds": 1e308},
+    {"perplexity": "21"}, {"text_bytes": {}}, {"bits_per_byte": math.nan}, {"unigram": True}, {"source": 5},
+    {"step": 10**400}, {"step": -1}, {"attempt": "1"}, {"kind": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("values", STRANGE)
 def test_what_no_run_writes_is_a_damaged_line(values: dict[str, Any], tmp_path: Path) -> None:
     """And the page is made of the rest."""
     strange = [json.dumps({**record(2), **values}) for record in (train, evaluation)]

@@ -98,7 +98,7 @@ def test_measures_by_hand(subject: Subject, tmp_path: Path) -> None:
     task = read_task(str(path))
     result = answer(subject, task, batch_size=2)
     eos, codec = subject.codec.eos_id, subject.codec
-    hits: dict[str, list[bool]] = {"accuracy": [], "by byte": [], "by context": []}
+    hits: dict[str, list[bool]] = {"acc": [], "acc_bytes": [], "acc_mutual_info": []}
     nats = size = 0.0
     for item in items:
         scores = []
@@ -132,7 +132,7 @@ def test_a_cloze_is_right_where_greedy_text_is(subject: Subject, tmp_path: Path)
     lines = [{"context": context, "answer": text}, {"context": context, "answer": " never so"}] * 2
     path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     result = answer(subject, read_task(str(path)))
-    assert result.hits == {"exact": (True, False, True, False)}
+    assert result.hits == {"exact_match": (True, False, True, False)}
     assert result.baselines == {"commonest answer": 0.5}
 
 
@@ -167,7 +167,7 @@ def test_a_model_trained_here_is_above_chance(seed: int, tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     subject = open_subject(run)
     for name in own_tasks():
-        assert answer(subject, read_task(name)).above("by context", "chance") >= 3
+        assert answer(subject, read_task(name)).above("acc_mutual_info", "chance") >= 3
 
 
 # ---------------------------------------------------------------- faults
@@ -210,7 +210,7 @@ def test_the_command(checkpoint: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (report,) = json.loads(done.stdout)
     assert [one["questions"] for one in report["results"]] == [3, 3]
-    assert report["differences"]["accuracy"] == {"difference": 0.0, "standard_error": 0.0}
+    assert report["differences"]["acc"] == {"difference": 0.0, "standard_error": 0.0}
     for options, words in (
         (("--task", tmp_path / "nowhere.jsonl"), "no task of ours: continuations-chinese, continuations-english"),
         (("--limit", "3"), "are for --harness"),
@@ -347,7 +347,7 @@ def test_one_question_and_names_with_brackets(tokenizer: Path, tmp_path: Path) -
     path.write_text('{"context": "It is", "choices": [" a", " b"], "answer": 0}\n')
     done = run_command("pretrain", "tasks", model, "--task", path, "--json")
     (report,) = json.loads(done.stdout, parse_constant=lambda word: pytest.fail(word))
-    assert report["results"][0]["shares"]["accuracy"]["standard_error"] is None
+    assert report["results"][0]["shares"]["acc"]["standard_error"] is None
     said = run_command("pretrain", "tasks", model, "--task", path)
     assert said.returncode == 0, said.stderr
     assert "1 questions" in said.stdout

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pretrain.checkpoint import best_of, list_checkpoints
-from pretrain.run_directory import CheckpointError, RunDirectory
+from pretrain.checkpoint import BEST
+from pretrain.run_directory import RunDirectory
 
 PROMPTS = ("The", "She said", "我们")
 NEW_TOKENS = 96
@@ -33,17 +33,9 @@ def samples(run: Path, which: Which, prompts: Sequence[str], seed: int, accelera
     from pretrain.generate import continue_prompts
     from pretrain.subject import open_subject
 
-    subject = open_subject(run if which == "newest" else best_checkpoint(run), accelerator=accelerator)
+    subject = open_subject(run if which == "newest" else RunDirectory(run).checkpoints / BEST, accelerator=accelerator)
     longest = max(len(subject.codec.encode(prompt)) for prompt in prompts) + 1
     length = max(1, min(NEW_TOKENS, subject.config.seq_len - longest))
     texts = continue_prompts(subject, prompts, Sampling(TEMPERATURE, top_p=TOP_P), max_new_tokens=length, seed=seed)
     settings = f"temperature {TEMPERATURE}, top-p {TOP_P}, seed {seed}, at most {length} new tokens"
     return Samples(subject.path.name, settings, list(texts))
-
-
-def best_checkpoint(run: Path) -> Path:
-    """The healthy checkpoint with the lowest held-out loss. CheckpointError: none was evaluated."""
-    best = best_of(list_checkpoints(RunDirectory(run).checkpoints))
-    if best is None:
-        raise CheckpointError(f"no checkpoint of {run} was evaluated: sample the newest")
-    return best

@@ -17,8 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-import pretrain.evaluate
-import pretrain.generate
+import pretrain.subject
 from pretrain.__main__ import main
 from pretrain.checkpoint import list_checkpoints, load_model
 from pretrain.config import parse_recipe, to_toml
@@ -81,12 +80,11 @@ def limited(function: Callable[..., Any], room_bytes: int, *, before: bool = Fal
 def reading_case(ranks: Ranks, run: str) -> dict[str, tuple[int, str]]:
     """evaluate and generate with room for the model and little more."""
     said = {}
-    for module, arguments in (
-        (pretrain.evaluate, ["--batch-size", "16"]),
-        (pretrain.generate, [word for _ in range(16) for word in ("--prompt", "a b " * 40)]),
+    for verb, arguments in (
+        ("evaluate", ["--batch-size", "16"]),
+        ("generate", [word for _ in range(16) for word in ("--prompt", "a b " * 40)]),
     ):
-        verb = module.__name__.rpartition(".")[2]
-        with mock.patch.object(module, "load_model", limited(load_model, MB)):
+        with mock.patch.object(pretrain.subject, "load_model", limited(load_model, MB)):
             said[verb] = ended_with([verb, run, *arguments])
     return said
 

@@ -297,6 +297,44 @@ class LoggingTable(_Table):
     tensorboard: bool = True
 
 
+# What a run does about a condition. Which of them make sense for one, HealthTable says.
+Watch = Literal["off", "warn"]
+Halt = Literal["off", "warn", "stop"]
+Guard = Literal["off", "warn", "skip", "stop", "roll_back"]
+
+
+class HealthTable(_Table):
+    """What is watched while a run trains, and what is done about it: see docs/health.md.
+
+    A policy for each condition, then what the conditions are measured by. Not part of a run's identity: a resume may
+    have another.
+    """
+
+    non_finite: Literal["skip", "stop", "roll_back"] = "stop"  # loss or gradient; overflows of fp16 are told apart
+    loss_spike: Guard = "warn"
+    grad_norm_spike: Guard = "warn"
+    skipped_steps: Halt = "warn"
+    update_ratio: Halt = "warn"
+    attention_logit: Halt = "warn"
+    dead_units: Halt = "warn"
+    rank_mismatch: Halt = "stop"
+    late_rank: Watch = "warn"
+    hang: Watch = "warn"
+    spike_z: PositiveRate = 10.0  # robust standard deviations above the median of the last healthy steps
+    window_steps: Annotated[int, Field(ge=8, lt=2**20)] = 100  # as many healthy steps
+    skipped_in_a_row: Size = 10
+    roll_back_steps: Positive = 100  # a roll back goes to a healthy checkpoint at least so long before the alarm
+    roll_backs: NotNegative = 3  # of a run; then it stops
+    save_batch: bool = True  # the documents of an alarm's step, as text
+    observe_every_steps: Positive = 100  # one micro-batch of such a step is looked into
+    update_ratio_above: PositiveRate = 0.1  # norm of a matrix's update over its own
+    attention_logit_above: PositiveRate = 100.0
+    dead_units_above: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9  # of a block's feed-forward
+    hash_every_steps: Positive = 100  # the weights of all ranks are compared
+    late_ratio: Annotated[float, Field(gt=1.0, le=1e6)] = 2.0  # a rank's own time in a step over the ranks' median
+    hang_seconds: PositiveRate = 300.0  # in one step, beyond what a step takes
+
+
 class DeepSpeedTable(_Table):
     config: Place = "ds_configs/zero2.json"
 
@@ -318,6 +356,7 @@ class RunConfig(_Table):
     evaluation: EvaluationTable
     checkpoint: CheckpointTable
     logging: LoggingTable = LoggingTable()
+    health: HealthTable = HealthTable()
     deepspeed: DeepSpeedTable = DeepSpeedTable()
 
     @field_validator("model", mode="before")
@@ -389,7 +428,7 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     recipe = Path(path)
     table = _read_toml(recipe)
     for override in overrides:
-        _apply_override(table, override)
+        apply_override(table, override)
     try:
         return parse_recipe(table)
     except RecipeError as error:
@@ -474,7 +513,8 @@ def _read_toml(recipe: Path) -> dict[str, Any]:
         raise RecipeError(f"{recipe}: a number there has too many digits ({str(error).partition(':')[0]})") from None
 
 
-def _apply_override(table: dict[str, Any], override: str) -> None:
+def apply_override(table: dict[str, Any], override: str) -> None:
+    """Put what a text `table.key=VALUE` says into nested tables. RecipeError: it is none."""
     shown = override if len(override) <= 120 else override[:117] + "..."
     if not override.isprintable():
         raise RecipeError(f"--set {shown!r}: write it on one line, without control characters")

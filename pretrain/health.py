@@ -1,0 +1,82 @@
+"""What is wrong with a run, and what is done about it: one kind of alarm for all that is watched.
+
+    alarm = monitor.raise_alarm(step, "attention_logit", value, threshold, "layer 3, head 1")
+    monitor.is_over("attention_logit")
+
+Whoever watches something says so here, with numbers that are equal on all ranks: the recipe's policy decides what is
+done, on every rank the same. An alarm stays on until it is over; meanwhile no checkpoint counts as healthy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from pretrain.config import HealthTable
+
+Condition = Literal[
+    "non_finite", "loss_spike", "grad_norm_spike", "skipped_steps",
+    "update_ratio", "attention_logit", "dead_units", "rank_mismatch", "late_rank", "hang",
+]  # fmt: skip
+Action = Literal["warn", "skip", "stop", "roll_back"]
+CONDITIONS: tuple[Condition, ...] = get_args(Condition)
+# What says nothing of the weights: a checkpoint meanwhile is as good as any.
+HARMLESS: frozenset[Condition] = frozenset({"skipped_steps", "late_rank", "hang"})
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One condition at one step."""
+
+    step: int  # the optimizer step, as metrics count them: the first is 1
+    condition: Condition
+    value: float | None  # what was measured; None or not finite where there is no such number
+    threshold: float | None  # what it may be
+    action: Action
+    detail: str  # where, and of what: a few words for people
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a record of metrics.jsonl has it, `step` apart."""
+        values = asdict(self)
+        del values["step"]
+        return values
+
+    def line(self) -> str:
+        """For people, in one line."""
+        value = "" if self.value is None else f" {self.value:.6g}"
+        limit = "" if self.threshold is None else f" (above {self.threshold:.6g})"
+        return f"alarm: step {self.step}: {self.condition}{value}{limit}: {self.detail}; action: {self.action}"
+
+
+class Monitor:
+    """Turns what was found into alarms, by the recipe's policies. Every rank has one and tells it the same."""
+
+    def __init__(self, table: HealthTable, tell: Callable[[Alarm], None] = lambda alarm: None) -> None:
+        """`tell` records an alarm and says it aloud; it may be called from a thread that watches for a hang."""
+        self.table = table
+        self.on: set[Condition] = set()
+        self.raised: list[Alarm] = []  # since the loop last took them
+        self._tell = tell
+
+    def raise_alarm(
+        self, step: int, condition: Condition, value: float | None, threshold: float | None, detail: str
+    ) -> Action | None:
+        """Something is wrong: the action that the recipe asks for, None where it is off. The loop carries it out."""
+        policy = getattr(self.table, condition)
+        if policy == "off":
+            return None
+        alarm = Alarm(step, condition, value, threshold, policy, detail)
+        self.on.add(condition)
+        self.raised.append(alarm)
+        self._tell(alarm)
+        return alarm.action
+
+    def is_over(self, condition: Condition) -> None:
+        """It was looked at again, and is as it should be."""
+        self.on.discard(condition)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether a checkpoint of now may count as healthy."""
+        return self.on <= HARMLESS

@@ -4,7 +4,7 @@ Both continue the same prompts greedily, in turn, in one process. In fp32 their 
 programs may part where logits tie, so there the logits of the prompts' last tokens are compared.
 
 The cost of a late token: one step at 64 and one at 960 tokens, in turn, on caches of one size that are cut back each
-time. Attention's own share is the time spent in `attend` during that step; what is left should be equal.
+time. Attention's own share is the time spent in its kernels during that step; what is left should be equal.
 
     python benchmarks/generate.py
     python benchmarks/generate.py --preset 0.5b --new-tokens 16 --repetitions 3 --dtypes bfloat16
@@ -28,12 +28,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before this folder, whose tokenizer.py is no package
 
-import model.attention as model_attention
 from model.accounting import kv_cache_bytes_per_token
 from model.cache import KVCache
 from model.config import PRESETS
 from model.generate import Sampling, generate
-from model.kernels import attend
+from model.kernels import Kernel
 from model.transformer import Transformer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -159,18 +158,20 @@ def late_cost(model: Transformer, batch_size: int, steps: int) -> dict[str, Any]
     ids_b1 = torch.ones(batch_size, 1, dtype=torch.int64)
     attending: list[float] = []  # seconds of each call
 
-    def timed_attend(*args: Any, **settings: Any) -> Tensor:
-        started = time.perf_counter()
-        out = attend(*args, **settings)
-        attending.append(time.perf_counter() - started)
-        return out
+    def begins(kernel: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        attending.append(-time.perf_counter())
+
+    def ends(kernel: torch.nn.Module, inputs: tuple[Any, ...], out: Tensor) -> None:
+        attending[-1] += time.perf_counter()
 
     def step(length: int) -> None:
         model.lm_head(model.hidden(ids_b1, caches[length])[:, 0]).argmax(dim=-1)
 
     whole: dict[int, list[float]] = {EARLY: [], LATE: []}
     share: dict[int, list[float]] = {EARLY: [], LATE: []}
-    model_attention.attend = timed_attend
+    kernels = [module for module in model.modules() if isinstance(module, Kernel)]
+    hooks = [kernel.register_forward_pre_hook(begins) for kernel in kernels]
+    hooks += [kernel.register_forward_hook(ends) for kernel in kernels]
     try:
         for _ in range(WARM_UP + steps):
             for length in (LATE, EARLY):
@@ -181,7 +182,8 @@ def late_cost(model: Transformer, batch_size: int, steps: int) -> dict[str, Any]
                 share[length].append(sum(attending))
                 caches[length].cut([length] * batch_size)
     finally:
-        model_attention.attend = attend
+        for hook in hooks:
+            hook.remove()
     step_ms, attention_ms = (
         {n: 1e3 * statistics.median(series[WARM_UP:]) for n, series in times.items()} for times in (whole, share)
     )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.config import ModelConfig
-from model.kernels import attend
+from model.kernels import Kernel
 from model.masks import Mask
 from model.mla import LatentAttention
 from model.norms import RMSNorm
@@ -35,6 +35,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.d_model, kv_width, bias=config.bias)
         self.v_proj = nn.Linear(config.d_model, kv_width, bias=config.bias)
         self.o_proj = nn.Linear(q_width, config.d_model, bias=config.bias)
+        self.kernel = Kernel()
 
     def forward(
         self,
@@ -51,7 +52,7 @@ class Attention(nn.Module):
             heads_bhtk = self.turn(torch.cat((q_bhtk, k_bhtk), dim=1), *rotation)
             q_bhtk, k_bhtk = torch.split(heads_bhtk, [q_bhtk.shape[1], k_bhtk.shape[1]], dim=1)
             k_bhtk, v_bhtk = cache.append(self.layer, k_bhtk, v_bhtk)
-        out_bhtk = attend(q_bhtk, k_bhtk, v_bhtk, mask, grouped=self.grouped)
+        out_bhtk = self.kernel(q_bhtk, k_bhtk, v_bhtk, mask, self.grouped)
         out_btd: Tensor = self.o_proj(out_bhtk.transpose(1, 2).flatten(2))
         return out_btd
 

@@ -6,12 +6,20 @@ the dimensions of one head.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from model import attention_cpu
 from model.attention_cpu import causal_attention_on_cpu
 from model.masks import Band, Mask, compiled_flex_attention
+
+
+class Kernel(nn.Module):
+    """`attend` as a module without parameters: each attention has one, so that a forward hook on it sees the queries,
+    keys and mask that are multiplied, whatever made them."""
+
+    def forward(self, q_bhtk: Tensor, k_bhtk: Tensor, v_bhtk: Tensor, mask: Mask | None, grouped: bool) -> Tensor:
+        return attend(q_bhtk, k_bhtk, v_bhtk, mask, grouped=grouped)
 
 
 def attend(q_bhtk: Tensor, k_bhtk: Tensor, v_bhtk: Tensor, mask: Mask | None, *, grouped: bool) -> Tensor:

@@ -76,6 +76,23 @@ def boolean_mask(documents_bt: Tensor, window: int | None = None) -> Tensor:
     return seen_b1tt if window is None else seen_b1tt.triu(diagonal=1 - window)
 
 
+def seen_of_row(mask: Mask | None, row: int, queries: range, tokens: int, keys: int, device: torch.device) -> Tensor:
+    """Which keys some of a row's `tokens` queries look at, as booleans that broadcast to (h, queries, keys), whatever
+    kind the mask is of: what an attention's kernel does with it, for those who watch attention."""
+    query_t1 = torch.arange(queries.start, queries.stop, device=device)[:, None]
+    key_s = torch.arange(keys, device=device)
+    if isinstance(mask, BlockMask):
+        row_, head = torch.tensor(row, device=device), torch.tensor(0, device=device)
+        return mask.mask_mod(row_, head, query_t1, key_s).expand(len(queries), keys)
+    if isinstance(mask, Tensor):
+        of_row = mask[row if len(mask) > 1 else 0] if mask.dim() == 4 else mask
+        part = of_row[..., queries.start : queries.stop, :]
+        return part if part.dtype == torch.bool else part == 0
+    query_t1 = query_t1 + keys - tokens  # the queries are the last tokens
+    seen_ts = key_s <= query_t1
+    return seen_ts if mask is None else seen_ts & (query_t1 - key_s < mask.window)
+
+
 def additive(mask: Mask | None, dtype: torch.dtype) -> Mask | None:
     """A boolean mask as what is added to scores of q's dtype, 0 or -inf; a block mask, and none, as it is.
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.config import ModelConfig
-from model.kernels import attend
+from model.kernels import Kernel
 from model.masks import Mask
 from model.norms import RMSNorm
 from model.positions import Rotation, turning
@@ -47,6 +47,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(self.latent, config.norm_eps)
         self.kv_b_proj = nn.Linear(self.latent, config.n_heads * 2 * config.head_dim, bias=config.bias)
         self.o_proj = nn.Linear(config.n_heads * config.head_dim, config.d_model, bias=config.bias)
+        self.kernel = Kernel()
 
     def forward(
         self,
@@ -86,26 +87,27 @@ class LatentAttention(nn.Module):
         both_bshx = self.kv_b_proj(latent_bsc).view(*latent_bsc.shape[:2], self.n_heads, 2 * self.head_dim)
         k_bhsk, v_bhsk = torch.split(both_bshx.transpose(1, 2), self.head_dim, dim=-1)
         k_bhsr = k_bsr[:, None].expand(-1, self.n_heads, -1, -1)
-        out_bhtx = attend(
+        out_bhtx = self.kernel(
             torch.cat((q_bhtk, q_bhtr), dim=-1),
             torch.cat((k_bhsk, k_bhsr), dim=-1),
             F.pad(v_bhsk, (0, self.rope_dim)),
             mask,
-            grouped=False,
+            False,
         )
-        return out_bhtx[..., : self.head_dim]
+        out_bhtk: Tensor = out_bhtx[..., : self.head_dim]
+        return out_bhtk
 
     def _absorbed(self, q_bhtk: Tensor, q_bhtr: Tensor, held_b1s: Tensor, mask: Mask | None) -> Tensor:
         """q · (W_k c) as (W_kᵀ q) · c, and the sum of p (W_v c) as W_v (sum of p c): all heads attend the latents.
 
         A bias on keys adds the same to all scores of a query, which the softmax doesn't see; one on values passes the
-        average unchanged. `attend` divides by sqrt(c + r), where sqrt(k + r) is wanted.
+        average unchanged. The kernel divides by sqrt(c + r), where sqrt(k + r) is wanted.
         """
         weight_hxc = self.kv_b_proj.weight.view(self.n_heads, 2 * self.head_dim, self.latent)
         w_k_hkc, w_v_hkc = torch.split(weight_hxc, self.head_dim, dim=1)
         q_bhtc = torch.cat((torch.matmul(q_bhtk, w_k_hkc), q_bhtr), dim=-1)
         q_bhtc = q_bhtc * math.sqrt((self.latent + self.rope_dim) / (self.head_dim + self.rope_dim))
-        mean_bhtc = attend(q_bhtc, held_b1s, held_b1s, mask, grouped=True)[..., : self.latent]
+        mean_bhtc = self.kernel(q_bhtc, held_b1s, held_b1s, mask, True)[..., : self.latent]
         out_bhtk = torch.matmul(mean_bhtc, w_v_hkc.mT)
         if self.kv_b_proj.bias is not None:
             out_bhtk = out_bhtk + self.kv_b_proj.bias.view(self.n_heads, 2, 1, self.head_dim)[:, 1]

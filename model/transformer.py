@@ -6,7 +6,8 @@ Parameter names are Hugging Face's, without the leading "model.".
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -104,6 +105,18 @@ class Transformer(nn.Module):
         attention_cpu.keep_whole()
         for block in self.layers:
             block.compile(dynamic=False)
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Meanwhile compiled blocks run as they are written: hooks on what is in them are called."""
+        compiled = [block._compiled_call_impl for block in self.layers]
+        for block in self.layers:
+            block._compiled_call_impl = None
+        try:
+            yield
+        finally:
+            for block, call in zip(self.layers, compiled, strict=True):
+                block._compiled_call_impl = call
 
     def _checkpointed(self, block: nn.Module, *inputs: object) -> Tensor:
         """The block's output; what backward needs of the block, apart from its inputs, is computed again then."""

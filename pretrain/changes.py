@@ -3,7 +3,8 @@
     global_batch_size   batch.global_batch_size and batch.ramp: the next step has the new size, samples count on
     seq_len             model.seq_len: the next sample is a window of the new length
     data                data.path, data.packing, data.stages: the next sample is one of the new data
-    model               model.norm_eps, model.rope_base, model.init_std: what leaves every tensor its shape and meaning
+    model               model.norm_eps, model.init_std, model.rope_base and RoPE's scaling (rope_scaling,
+                        rope_scaling_factor, rope_original_seq_len): what leaves every tensor its shape and meaning
 
 A checkpoint's `changes` tell where each was made and what had been before (data_pipeline/history.py), so what stands in
 the recipe needs to be true only from the last of them on. Weights and the optimizer's state are not touched by any.
@@ -23,14 +24,17 @@ from data_pipeline.history import Change, History, Mixture, Read
 from data_pipeline.order import SampleOrder, difference, integer_weights
 from data_pipeline.shards import DataFormatError, open_collection
 from data_pipeline.steps import Steps
-from model.config import COMPONENTS
+from model.config import COMPONENTS, ModelConfig, from_table
 from pretrain.checkpoint import run_of, tokenizer_of
-from pretrain.config import RecipeError, from_root
+from pretrain.config import RecipeError, apply_override, from_root
 from pretrain.run_directory import CheckpointError
 from tokenizer.codec import Codec
 
 NAMES = ("global_batch_size", "seq_len", "data", "model")
-FREE_FIELDS = ("norm_eps", "rope_base", "init_std")  # of the model: no tensor has another shape or meaning by them
+FREE_FIELDS = (  # of the model: no tensor has another shape or meaning by them
+    *("norm_eps", "init_std", "rope_base"),
+    *("rope_scaling", "rope_scaling_factor", "rope_original_seq_len"),
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,24 @@ def check_names(names: Sequence[str]) -> tuple[str, ...]:
 
 def options(names: Collection[str]) -> str:
     return " ".join(f"--change {name}" for name in NAMES if name in names)
+
+
+def read_otherwise(config: ModelConfig, overrides: Sequence[str]) -> ModelConfig:
+    """A config whose weights are to be read with other fields, texts `model.FIELD=VALUE`: those that a run may change,
+    and seq_len. RecipeError: another field, or a model that cannot be.
+    """
+    free = [field for field in ("seq_len", *FREE_FIELDS) if config.positions != "learned" or field != "seq_len"]
+    values: dict[str, Any] = {}
+    for override in overrides:
+        table: dict[str, Any] = {}
+        apply_override(table, override)
+        if list(table) != ["model"] or not set(table["model"]) <= set(free):
+            raise RecipeError(f"--set {override}: weights are read with another {', '.join(free)} of [model], no more")
+        values |= table["model"]
+    try:
+        return from_table({**config.to_dict(), **values})
+    except ValueError as error:
+        raise RecipeError(f"--set {' --set '.join(overrides)}: {error}") from None
 
 
 # ---------------------------------------------------------------- a run's identity behind its changes

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from model.config import ModelConfig
 from model.huggingface import CONFIG, WeightsError, read_weights
 from model.transformer import Transformer
+from pretrain.changes import read_otherwise
 from pretrain.checkpoint import find, load_model, model_of, run_of, step_of, tokenizer_of
 from pretrain.config import RunConfig, load_recipe
 from pretrain.export import read_config, tokenizer_in
@@ -36,14 +38,25 @@ class Subject:
         return self.model.config
 
 
-def open_subject(path: Path, *, accelerator: str | None = None, local_rank: int = 0) -> Subject:
+def open_subject(
+    path: Path, *, accelerator: str | None = None, local_rank: int = 0, overrides: Sequence[str] = ()
+) -> Subject:
     """The newest whole checkpoint of a run, the checkpoint named, or what `export_hf` or another program wrote as a
     LlamaForCausalLM beside a tokenizer of ours.
 
+    `overrides`: other values of the model's fields to read the weights with, see `changes.read_otherwise`.
     Raises CheckpointError or TokenizerError, in one line: nothing there, files damaged, a model or tokenizer that this
-    program does not know or that do not belong together.
+    program does not know or that do not belong together; RecipeError for an override.
     """
-    device = pick_device(local_rank, accelerator)
+    subject = _open(path, pick_device(local_rank, accelerator))
+    if not overrides:
+        return subject
+    config, weights = read_otherwise(subject.config, overrides), dict(subject.model.named_parameters())
+    model = model_of(config, weights, subject.path, subject.device)
+    return replace(subject, model=model, name=f"{subject.name}, {', '.join(overrides)}")
+
+
+def _open(path: Path, device: torch.device) -> Subject:
     ours = any((path / name).exists() for name in ("manifest.json", "checkpoints"))
     if (path / CONFIG).is_file() and not ours:
         return _of_hugging_face(path, device)

@@ -24,6 +24,7 @@ python -m pretrain evaluate runs/mini
 python -m pretrain evaluate runs/mini/checkpoints/step-00001000 --data data/mine --json
 python -m pretrain evaluate exported/mini --data news=news.jsonl --data code=src.txt --stride 256
 python -m pretrain evaluate runs/mini --against runs/other --data news.jsonl --plot context.png
+python -m pretrain evaluate runs/mini --set model.seq_len=4096 --set model.rope_base=5e5 --plot context.png
 deepspeed --module pretrain evaluate runs/mini
 """
 
@@ -74,6 +75,14 @@ def evaluate(
     txt_documents: Annotated[
         _TxtDocuments, typer.Option(help="What one document of a .txt file is.")
     ] = _TxtDocuments.FILE,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Read the weights with another model.seq_len, model.rope_base, model.rope_scaling…; not --against's.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """How well a model predicts text: loss, perplexity, bits per byte and character, by source and by language."""
@@ -95,7 +104,10 @@ def evaluate(
             said = describes_a_run_still_written(path)
             if said is not None and ranks.is_first:
                 print(f"note: {said}", file=sys.stderr)
-            subject = open_subject(path, accelerator=ranks.accelerator, local_rank=ranks.local_rank)
+            subject = open_subject(
+                path, accelerator=ranks.accelerator, local_rank=ranks.local_rank,
+                overrides=(overrides or ()) if not evaluations else (),
+            )  # fmt: skip
             if ranks.world_size > 1 and not evaluations:
                 group.enter_context(process_group(subject.device))
             with progress("tokenized", "tokens", shown=ranks.is_first) as show:

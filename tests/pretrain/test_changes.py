@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +25,7 @@ from data_pipeline.recorded_run import read_run
 from data_pipeline.shards import DataFormatError
 from data_pipeline.steps import Steps
 from pretrain.changes import check_names
+from pretrain.checkpoint import model_config
 from pretrain.config import RecipeError, parse_recipe, to_toml
 from pretrain.engine import process_group
 from pretrain.inputs import Inputs
@@ -125,6 +126,12 @@ def other_collection(corpus: Path, tokenizer: Path, tmp_path_factory: pytest.Tem
     return folder
 
 
+SLOWER = {  # RoPE's angles
+    "rope_base": 5e4, "rope_scaling": "yarn", "rope_scaling_factor": 2.0, "rope_original_seq_len": 64
+}  # fmt: skip
+SLOWED = [f"model.{field}" for field in SLOWER]
+
+
 @dataclass(frozen=True)
 class Made:
     path: Path
@@ -140,10 +147,10 @@ def made(tiny_recipe: Tables, other_collection: Path, tmp_path_factory: pytest.T
     first = short(tiny_recipe, 3)
     grown, longer = (short(tiny_recipe, end, batch={"global_batch_size": 16}) for end in (5, 6))
     other = short(
-        tiny_recipe, 8, batch={"global_batch_size": 12}, model={"seq_len": 32, "rope_base": 5e4},
+        tiny_recipe, 8, batch={"global_batch_size": 12}, model={"seq_len": 32, **SLOWER},
         data={"path": str(other_collection)},
     )  # fmt: skip
-    back = short(tiny_recipe, 10, batch={"global_batch_size": 12}, model={"rope_base": 5e4})
+    back = short(tiny_recipe, 10, batch={"global_batch_size": 12}, model=SLOWER)
     batch, rest = ("global_batch_size",), ("data", "seq_len", "model", "global_batch_size")
     starts = [
         Start(first, path),
@@ -177,15 +184,16 @@ def test_a_change_is_told_and_recorded_once(made: Made) -> None:
         ["--change global_batch_size: nothing is changed, the checkpoint has it as the recipe does, since step 3"],
     ]
     assert [line.split(" is changed")[0] for line in told[3]] == [
-        f"step 6: {name}" for name in ("seq_len", "data", "global_batch_size", "model.rope_base")
+        f"step 6: {name}" for name in ("seq_len", "data", "global_batch_size", *SLOWED)
     ]
+    assert told[3][-1] == "step 6: model.rope_original_seq_len is changed from None to 64"
     assert "from their first window: chinese, code" in told[3][1]
     assert re.search(r"code goes on behind \d+ windows, english goes on behind", told[4][1])
     attempts = json.loads((made.path / "environment.json").read_text())["attempts"]
     assert [len(attempt["changes"]) for attempt in attempts] == [0, 1, 1, 2, 3]
     names = [[one["name"] for one in change["changed"]] for change in attempts[-1]["changes"]]
     assert names == [
-        ["global_batch_size"], ["seq_len", "data", "global_batch_size", "model.rope_base"], ["seq_len", "data"]
+        ["global_batch_size"], ["seq_len", "data", "global_batch_size", *SLOWED], ["seq_len", "data"]
     ]  # fmt: skip
     assert state_of(made.path, 10)["changes"] == attempts[-1]["changes"]
     records = [one for one in all_records(made.path / "metrics.jsonl") if one["kind"] == "change"]
@@ -194,7 +202,10 @@ def test_a_change_is_told_and_recorded_once(made: Made) -> None:
 
 
 def test_weights_and_optimizer_are_untouched(made: Made) -> None:
-    """Before its first step a run that changed all it may holds what the checkpoint holds, bit for bit."""
+    """Before its first step a run that changed all it may holds what the checkpoint holds, bit for bit; what it is is
+    another model."""
+    before, after = (asdict(model_config(checkpoint(made.path, step))) for step in (6, 8))
+    assert {key: after[key] for key in after if before[key] != after[key]} == {"seq_len": 32, **SLOWER}
     for name, step in (("grown", 3), ("other", 6)):
         stored, loaded = checkpoint(made.path, step) / "engine", made.path.parent / name
         files = sorted(path.name for path in stored.glob("*optim_states.pt"))

@@ -35,6 +35,7 @@ class KVCache:
     together, pad them on the right and `cut` the rows back: what stands past a row's length is seen by no later token,
     and overwritten by the next ones.
     With a sliding window it still holds every token (`nbytes` says so); what no later token can see is not read again.
+    `text_lengths`: how long each row's text may become, where that is less than max_tokens; see `places`.
     """
 
     def __init__(
@@ -45,12 +46,16 @@ class KVCache:
         max_tokens: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        text_lengths: Sequence[int] | None = None,
     ) -> None:
+        if text_lengths is not None and (len(text_lengths) != batch_size or max(text_lengths) > max_tokens):
+            raise ValueError(f"texts of {list(text_lengths)} tokens do not fit {batch_size} rows of {max_tokens}")
         self.held = tuple(  # zeros: a masked score of 0 times NaN is NaN
             torch.zeros(config.n_layers, batch_size, heads, max_tokens, width, dtype=dtype, device=device)
             for heads, width in held_widths(config)
         )
         self.max_tokens = max_tokens
+        self.text_lengths = tuple(text_lengths or [max_tokens] * batch_size)
         self.window = config.sliding_window
         self.lengths = [0] * batch_size
         self._lengths_b = torch.zeros(batch_size, dtype=torch.int64, device=device)
@@ -84,11 +89,13 @@ class KVCache:
     def places(self, tokens: int) -> Places:
         """The same for `model.positions`: a slice of its tables where all rows stand at one position.
 
-        The text's length is what there is room for: angles that depend on it (`rope_scaling` "dynamic") are settled
-        before the first token and hold for all, so that a key never has to be turned again.
+        A text's length is what it may become: angles that depend on it (`rope_scaling` "dynamic") are settled before
+        the first token and hold for all, so that a key never has to be turned again.
         """
         positions_bt = None if self.is_even else self.positions(tokens)
-        return Places(self.longest, self.longest + tokens, positions_bt, length=self.max_tokens)
+        alike = len(set(self.text_lengths)) == 1
+        length = self.text_lengths[0] if alike else self.text_lengths
+        return Places(self.longest, self.longest + tokens, positions_bt, length)
 
     def mask(self, tokens: int) -> Tensor | None:
         """Which slots, from `first`, the next `tokens` of each row may look at: those up to their own, and with a

@@ -107,8 +107,15 @@ def generate_steps(
     )
     weight, rows = model.embed_tokens.weight, len(prompts)
     device = weight.device
-    room = max(len(ids) for ids in prompts) + max_new_tokens
-    cache = KVCache(model.config, batch_size=rows, max_tokens=room, dtype=weight.dtype, device=device)
+    rooms = [len(ids) + max_new_tokens for ids in prompts]
+    cache = KVCache(
+        model.config,
+        batch_size=rows,
+        max_tokens=max(rooms),
+        dtype=weight.dtype,
+        device=device,
+        text_lengths=rooms,
+    )
     generator = torch.Generator().manual_seed(seed)
     finite = torch.ones((), dtype=torch.bool, device=device)
     look_every = 1 if device.type == "cpu" else LOOK_EVERY
@@ -198,11 +205,11 @@ def _read_prompts(model: Transformer, prompts: Sequence[Sequence[int]], cache: K
     Shorter prompts are padded on the right: their own tokens stand before the padding and cannot see it, and all rows
     are at one position, so no mask is needed beyond the causal one.
     """
-    weight, lengths = model.embed_tokens.weight, [len(ids) for ids in prompts]
+    weight, width, lengths = model.embed_tokens.weight, model.config.d_model, [len(ids) for ids in prompts]
     longest, columns = max(lengths), max(1, chunk_tokens // len(prompts))
     padded = [[*ids, *[0] * (longest - len(ids))] for ids in prompts]
     ids_bt = torch.tensor(padded, device=weight.device)
-    last_bd = weight.new_empty(len(prompts), weight.shape[1])
+    last_bd = weight.new_empty(len(prompts), width)  # the weight's own shape is nothing where ZeRO-3 splits it
     for start in range(0, longest, columns):
         hidden_btd = model.hidden(ids_bt[:, start : start + columns], cache)
         for row, length in enumerate(lengths):

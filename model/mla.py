@@ -14,6 +14,7 @@ the latent.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,7 @@ class LatentAttention(nn.Module):
         self.q_proj = nn.Linear(config.d_model, config.n_heads * (config.head_dim + self.rope_dim), bias=config.bias)
         self.kv_a_proj_with_mqa = nn.Linear(config.d_model, self.latent + self.rope_dim, bias=config.bias)
         self.kv_a_layernorm = RMSNorm(self.latent, config.norm_eps)
-        self.kv_b_proj = nn.Linear(self.latent, config.n_heads * 2 * config.head_dim, bias=config.bias)
+        self.kv_b_proj = KeysAndValues(self.latent, config.n_heads, config.head_dim, config.bias)
         self.o_proj = nn.Linear(config.n_heads * config.head_dim, config.d_model, bias=config.bias)
         self.kernel = Kernel()
 
@@ -98,17 +99,40 @@ class LatentAttention(nn.Module):
         return out_bhtk
 
     def _absorbed(self, q_bhtk: Tensor, q_bhtr: Tensor, held_b1s: Tensor, mask: Mask | None) -> Tensor:
-        """q · (W_k c) as (W_kᵀ q) · c, and the sum of p (W_v c) as W_v (sum of p c): all heads attend the latents.
+        """All heads attend the latents. The kernel divides by sqrt(c + r), where sqrt(k + r) is wanted."""
 
-        A bias on keys adds the same to all scores of a query, which the softmax doesn't see; one on values passes the
-        average unchanged. The kernel divides by sqrt(c + r), where sqrt(k + r) is wanted.
+        def mean_latents(q_bhtc: Tensor) -> Tensor:
+            both_bhtx = torch.cat((q_bhtc, q_bhtr), dim=-1)
+            both_bhtx = both_bhtx * math.sqrt((self.latent + self.rope_dim) / (self.head_dim + self.rope_dim))
+            mean_bhtx: Tensor = self.kernel(both_bhtx, held_b1s, held_b1s, mask, True)
+            return mean_bhtx[..., : self.latent]
+
+        out_bhtk: Tensor = self.kv_b_proj(q_bhtk, mean_latents)
+        return out_bhtk
+
+
+class KeysAndValues(nn.Linear):
+    """W_k and W_v of all heads: of each head the rows that make keys, then those that make values.
+
+    Both ways to use them are its forward, since an engine that splits weights over ranks (ZeRO-3) has a module's whole
+    only while that runs.
+    """
+
+    def __init__(self, latent: int, n_heads: int, head_dim: int, bias: bool) -> None:
+        super().__init__(latent, n_heads * 2 * head_dim, bias=bias)
+        self.n_heads, self.head_dim = n_heads, head_dim
+
+    def forward(self, x: Tensor, mean_latents: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Of latents (b, s, c) the keys and values (b, s, h · 2k); of queries (b, h, t, k), given what takes them as
+        (b, h, t, c) to each head's average of the latents, what the heads give, (b, h, t, k).
+
+        q · (W_k c) is (W_kᵀ q) · c, and the sum of p (W_v c) is W_v (sum of p c). A bias on keys adds the same to all
+        scores of a query, which the softmax doesn't see; one on values passes the average unchanged.
         """
-        weight_hxc = self.kv_b_proj.weight.view(self.n_heads, 2 * self.head_dim, self.latent)
-        w_k_hkc, w_v_hkc = torch.split(weight_hxc, self.head_dim, dim=1)
-        q_bhtc = torch.cat((torch.matmul(q_bhtk, w_k_hkc), q_bhtr), dim=-1)
-        q_bhtc = q_bhtc * math.sqrt((self.latent + self.rope_dim) / (self.head_dim + self.rope_dim))
-        mean_bhtc = self.kernel(q_bhtc, held_b1s, held_b1s, mask, True)[..., : self.latent]
-        out_bhtk = torch.matmul(mean_bhtc, w_v_hkc.mT)
-        if self.kv_b_proj.bias is not None:
-            out_bhtk = out_bhtk + self.kv_b_proj.bias.view(self.n_heads, 2, 1, self.head_dim)[:, 1]
+        if mean_latents is None:
+            return super().forward(x)
+        w_k_hkc, w_v_hkc = torch.split(self.weight.view(self.n_heads, 2 * self.head_dim, -1), self.head_dim, dim=1)
+        out_bhtk = torch.matmul(mean_latents(torch.matmul(x, w_k_hkc)), w_v_hkc.mT)
+        if self.bias is not None:
+            out_bhtk = out_bhtk + self.bias.view(self.n_heads, 2, 1, self.head_dim)[:, 1]
         return out_bhtk

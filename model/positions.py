@@ -34,14 +34,14 @@ class Places:
     """Where the tokens of one pass stand in their texts: at start .. stop - 1 in every row or, where positions_bt is
     given, at those, all of them below stop.
 
-    `length` is how long the text is or will be, which "dynamic" angles depend on; None where a row holds several texts,
-    whose lengths the positions tell.
+    `length` is how long the text is or will be, which "dynamic" angles depend on: of all rows, or of each. None where a
+    row holds several texts, whose lengths the positions tell.
     """
 
     start: int
     stop: int
     positions_bt: Tensor | None = None
-    length: int | None = None
+    length: int | tuple[int, ...] | None = None
 
     def rows_of(self, table_td: Tensor) -> Tensor:
         """A table's rows for these places: (t, d), a view, or (b, t, d)."""
@@ -241,34 +241,55 @@ class RotaryEmbedding(Positions):
 class DynamicRotaryEmbedding(RotaryEmbedding):
     """RoPE whose base grows with the text once that is longer than `trained`: `model.rope_scaling.dynamic_base`.
 
-    The length that counts is that of the whole pass, in packed rows that of each document, with a cache what there is
-    room for. So a document in a row is read as it would be alone, and a token read from the cache as without.
+    The length that counts is that of the whole pass, in packed rows that of each document, with a cache what each row
+    has room for. So a document in a row is read as it would be alone, and a token read from the cache as without.
     """
 
     def __init__(self, head_dim: int, seq_len: int, base: float, scaling_factor: float, trained: int) -> None:
         super().__init__(head_dim, seq_len, base)
         self.scaling_factor, self.trained = scaling_factor, trained
         self._grown: tuple[int, torch.device, tuple[Tensor, Tensor]] | None = None
+        self._turning: tuple[tuple[int, ...], torch.device, Tensor] | None = None
 
     def rotation(self, places: Places) -> Rotation:
-        if places.length is None and places.stop > self.trained:
-            self._check(places.stop)
-            assert places.positions_bt is not None, "one text a row has a length"
-            return self._within_texts(places.positions_bt)
-        if places.length is None or places.length <= self.trained:
+        longest = max(places.length) if isinstance(places.length, tuple) else places.length or places.stop
+        if longest <= self.trained:
             return super().rotation(places)
         self._check(places.stop)
-        return self._rows(places, *self._tables_for(min(places.length, self.seq_len)))
+        if isinstance(places.length, int):
+            return self._rows(places, *self._tables_for(min(places.length, self.seq_len)))
+        if places.length is not None:
+            return self._of_each_row(places, places.length)
+        assert places.positions_bt is not None, "one text a row has a length"
+        return self._within_texts(places.positions_bt)
 
     def _tables_for(self, length: int) -> tuple[Tensor, Tensor]:
         """Those of a text of this length, kept until another is asked for."""
         device = self.cos_td.device
         if self._grown is None or self._grown[:2] != (length, device):
-            grown = length / self.trained
-            base = rope_scaling.dynamic_base(self.head_dim, self.base, self.scaling_factor, grown)
-            cos_td, sin_td = rope_tables(self.head_dim, self.seq_len, base)
+            cos_td, sin_td = rope_tables(self.head_dim, self.seq_len, self.base, self._frequencies_at(length))
             self._grown = length, device, (cos_td.to(device), sin_td.to(device))
         return self._grown[2]
+
+    def _frequencies_at(self, length: int) -> Tensor:
+        """Of a text of this length, (head_dim/2,) float64 on the CPU."""
+        base = self.base
+        if length > self.trained:
+            grown = min(length, self.seq_len) / self.trained
+            base = rope_scaling.dynamic_base(self.head_dim, self.base, self.scaling_factor, grown)
+        return rope_scaling.plain(self.head_dim, base)
+
+    def _of_each_row(self, places: Places, lengths: tuple[int, ...]) -> Rotation:
+        """Angles of rows whose texts have these lengths; the frequencies are kept until others are asked for."""
+        device = self.cos_td.device
+        if self._turning is None or self._turning[:2] != (lengths, device):
+            frequencies_bd = torch.stack([self._frequencies_at(length) for length in lengths])
+            self._turning = lengths, device, frequencies_bd.to(device)
+        positions_bt = places.positions_bt
+        if positions_bt is None:
+            positions_bt = torch.arange(places.start, places.stop, device=device)[None]
+        angle_b1td = (positions_bt[..., None] * self._turning[2][:, None])[:, None]
+        return angle_b1td.cos().to(torch.float32), angle_b1td.sin().to(torch.float32)
 
     def _within_texts(self, positions_bt: Tensor) -> Rotation:
         """Each token's angles by the length of its own text, which ends where positions begin again."""

@@ -229,16 +229,16 @@ def test_bytes_of_the_cache_by_hand(config: ModelConfig) -> None:
 
 @torch.no_grad()
 def test_a_step_attends_the_latents_themselves(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No key or value of a head is made of a cached token."""
+    """No key or value of a head is made of a cached token: kv_b_proj gives one token's, whatever the cache holds."""
     model = lively(Transformer(config)).eval()
     cache = KVCache(config, batch_size=2, max_tokens=30)
     model(random_ids(config, 2, 20), cache=cache)
     monkeypatch.setattr(LatentAttention, "_expanded", None)
     made: list[int] = []
     for layer in model.layers:
-        layer.self_attn.kv_b_proj.register_forward_hook(lambda *_: made.append(1))
+        layer.self_attn.kv_b_proj.register_forward_hook(lambda _, given, out: made.append(out.shape[-2]))
     assert model(random_ids(config, 2, 1), cache=cache).isfinite().all()
-    assert not made
+    assert made == [1] * config.n_layers
 
 
 # ---------------------------------------------------------------- training

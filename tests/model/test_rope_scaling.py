@@ -15,7 +15,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from model import rope_scaling
+from model.cache import KVCache
 from model.config import ModelConfig, ModelConfigError
+from model.generate import Sampling, generate, probabilities
 from model.positions import DynamicRotaryEmbedding, Places, RotaryEmbedding, build_positions, lengths_of_texts, one_text
 from model.transformer import Transformer
 from model.verify import check_cache
@@ -167,6 +169,51 @@ def test_the_cache_check_catches_a_base_that_grows_with_each_token(
     )
     with torch.no_grad():
         assert not check_cache(dynamic, seeded(5)).passed
+
+
+@torch.no_grad()
+def test_a_text_in_a_batch_is_read_and_continued_at_its_own_length(
+    dynamic: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts that become 9 (not scaled), 14 and 34 tokens, of which the prompts are read together: the angles of each,
+    hence its logits, are those it has alone, not those of the longest's room."""
+    drawn_from: list[Tensor] = []
+
+    def heard(logits_bv: Tensor, sampling: Sampling) -> Tensor:
+        drawn_from.append(logits_bv)
+        return probabilities(logits_bv, sampling)
+
+    monkeypatch.setattr("model.generate.probabilities", heard)
+    prompts = [random_ids(dynamic.config, 1, size)[0].tolist() for size in (3, 8, 28)]
+    lengths = [len(prompt) + 6 for prompt in prompts]
+    together = generate(dynamic, prompts, 6)
+    assert together == [generate(dynamic, [prompt], 6)[0] for prompt in prompts]
+    together_nbv, alone_nbv = (
+        torch.stack(drawn_from[:6]),
+        torch.cat([torch.stack(drawn_from[6:][n * 6 :][:6]) for n in range(3)], dim=1),
+    )
+    assert (together_nbv - alone_nbv).abs().max() < 1e-5 * alone_nbv.abs().max()
+
+    cache = KVCache(dynamic.config, batch_size=3, max_tokens=34, text_lengths=lengths)
+    for places in (cache.places(28), cache.places(1)):
+        assert places.positions_bt is None  # before the rows are cut
+    ids_bt = torch.tensor([prompt + [0] * (28 - len(prompt)) for prompt in prompts])
+    read_btv = dynamic(ids_bt, cache=cache)
+    cache.cut([len(prompt) for prompt in prompts])
+    step_btv = dynamic(torch.tensor([[5], [6], [7]]), cache=cache)
+    for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        alone = KVCache(dynamic.config, batch_size=1, max_tokens=length)
+        for found, expected in (
+            (read_btv[row, : len(prompt)], dynamic(torch.tensor([prompt]), cache=alone)[0]),
+            (step_btv[row], dynamic(torch.tensor([[5 + row]]), cache=alone)[0]),
+        ):
+            assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_texts_that_do_not_fit_a_cache_are_refused(tiny_config: ModelConfig) -> None:
+    for lengths in ([9], [9, 11]):
+        with pytest.raises(ValueError, match=r"tokens do not fit 2 rows of 10"):
+            KVCache(tiny_config, batch_size=2, max_tokens=10, text_lengths=lengths)
 
 
 # ---------------------------------------------------------------- the tables

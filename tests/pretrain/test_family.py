@@ -16,6 +16,7 @@ from data_pipeline.history import History
 from data_pipeline.loader import Batch
 from model.accounting import is_matrix, parameter_shapes
 from model.config import PRESETS, ModelConfig, from_table
+from model.generate import generate
 from pretrain.changes import differences
 from pretrain.checkpoint import CheckpointError, refuse_other_model
 from pretrain.config import RunConfig, parse_recipe, to_toml
@@ -28,6 +29,7 @@ from tests.pretrain.test_engine import build, build_model, micro_batches, plan_o
 from tests.ranks import run_ranks
 
 STEPS = 2
+PROMPTS = [[5, 6, 7, 8], [9, 10]]
 MLA = {"attention": "mla", "n_kv_heads": 2, "mla_latent": 48, "mla_rope_dim": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "classic": {"norm": "layer", "norm_place": "post", "bias": True, "ffn": "relu", "positions": "sinusoidal"},
@@ -53,7 +55,7 @@ def training(name: str, optimizer: str = "adamw") -> RunConfig:
 
 
 def engine_case(ranks: Ranks, names: list[str]) -> dict[tuple[str, int, str], Any]:
-    """Losses of some steps, and the weights behind them."""
+    """Losses of some steps, the weights behind them, and under ZeRO-3 how the split model continues texts."""
     found: dict[tuple[str, int, str], Any] = {}
     cases = [*itertools.product(names, (2, 3), ("adamw",)), ("mla, streams, dynamic", 2, "muon")]
     with process_group(torch.device("cpu")):
@@ -62,7 +64,8 @@ def engine_case(ranks: Ranks, names: list[str]) -> dict[tuple[str, int, str], An
             engine = build(ranks, config, stage)
             batches = micro_batches(config, ranks)
             losses = [train_step(engine, batches, plan_of(config, ranks), lr=1e-3).loss for _ in range(STEPS)]
-            found[name, stage, optimizer] = (losses, engine.gather_weights())
+            continued = generate(engine._engine.module, PROMPTS, 5) if stage == 3 else None
+            found[name, stage, optimizer] = (losses, engine.gather_weights(), continued)
     return found if ranks.is_first else {}
 
 
@@ -97,7 +100,7 @@ def test_steps_are_those_of_a_plain_process(name: str, under_engines: dict[tuple
     losses, weights = plain(training(name))
     assert losses[1] < losses[0]
     for stage in (2, 3):
-        its_losses, its_weights = under_engines[name, stage, "adamw"]
+        its_losses, its_weights, _ = under_engines[name, stage, "adamw"]
         assert its_losses == pytest.approx(losses, rel=1e-5)
         for parameter, expected in weights.items():
             # AdamW's first steps are signs: where a gradient is near 0, rounding may turn one.
@@ -105,12 +108,23 @@ def test_steps_are_those_of_a_plain_process(name: str, under_engines: dict[tuple
             assert off.float().mean() < 0.01, (stage, parameter)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_is_split_over_ranks_continues_texts(
+    name: str, under_engines: dict[tuple[str, int, str], Any]
+) -> None:
+    """With a cache, MLA's absorbed step included: as the same weights do in one piece."""
+    _, weights, continued = under_engines[name, 3, "adamw"]
+    model = build_model(training(name))
+    model.load_state_dict(weights, strict=False)
+    assert continued == generate(model, PROMPTS, 5)
+
+
 def test_muon_turns_the_matrices_and_leaves_how_streams_mix_to_adamw(
     under_engines: dict[tuple[str, int, str], Any],
 ) -> None:
     name = "mla, streams, dynamic"
     losses, weights = plain(training(name, "muon"))
-    its_losses, its_weights = under_engines[name, 2, "muon"]
+    its_losses, its_weights, _ = under_engines[name, 2, "muon"]
     assert its_losses == pytest.approx(losses, rel=1e-4)
     mixing = "layers.0.mlp_streams.mixing_logits"
     torch.testing.assert_close(its_weights[mixing], weights[mixing], rtol=0, atol=1e-4)

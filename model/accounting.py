@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from model.config import ModelConfig
+from model.config import ModelConfig, checkpointing_period
 
 FEEDFORWARDS = {"swiglu": "SwiGLU", "relu": "ReLU feed-forward", "gelu": "GELU feed-forward"}
 
@@ -139,6 +139,21 @@ def flops_per_token(config: ModelConfig, seq_len: int | None = None) -> Flops:
         attention_causal=per_key * met // window,
         attention_full=per_key * most,
     )
+
+
+def recomputed_flops_per_token(config: ModelConfig, checkpointing: str) -> int:
+    """FLOPs per token that activation checkpointing adds, by the rules of `flops_per_token`, attention causal.
+
+    One forward pass, a third of a block's FLOPs, for each block that is run again in backward; the head never is. Of
+    "selective" none count: products and attention are kept.
+    """
+    period = checkpointing_period(checkpointing)
+    if period == 0 or checkpointing == "selective":
+        return 0
+    flops = flops_per_token(config)
+    blocks = flops.causal - 6 * config.vocab_size * config.d_model
+    run_again = -(-config.n_layers // period)
+    return blocks // 3 * run_again // config.n_layers
 
 
 def flops_formula(config: ModelConfig) -> str:

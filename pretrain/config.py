@@ -293,8 +293,19 @@ class CheckpointTable(_Table):
 
 
 class LoggingTable(_Table):
+    """What is shown and kept beside metrics.jsonl, see docs/watching.md. `every_steps`: of lines in a log.
+
+    Behind each evaluation the model continues `sample_prompts` by `sample_tokens` tokens each, drawn alike every time.
+    """
+
     every_steps: Positive = 1
     tensorboard: bool = True
+    wandb: Literal["off", "offline", "online"] = "off"
+    wandb_project: Annotated[str, Field(min_length=1, max_length=128)] = "zerohalf"
+    peak_flops: PositiveRate | None = None  # a second, dense, of one device: for the MFU where none is known
+    sample_prompts: Annotated[tuple[str, ...], Strict(False)] = ()
+    sample_tokens: Size = 64
+    histogram_every_steps: Positive | None = None  # of every weight and its gradient
 
 
 # What a run does about a condition. Which of them make sense for one, HealthTable says.

@@ -5,6 +5,7 @@ The vendors' datasheets often print twice as much, which holds for weights of wh
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -33,3 +34,27 @@ PEAKS: dict[str, Peak] = {
     "t4": Peak(65e12, "NVIDIA T4 datasheet, fp16: it has no bf16"),
     "v100": Peak(125e12, "NVIDIA V100 datasheet, SXM2, fp16: it has no bf16"),
 }
+
+# What torch calls them, whole: not a share of a GPU ("MIG 1g.10gb"), a laptop's, another board of the same name.
+_NAMES: dict[str, str] = {
+    r"A10": "a10",
+    r"A100-(SXM4|PCIE)-(40|80)GB|A100 80GB PCIe": "a100",
+    r"B200": "b200",
+    r"H100 80GB HBM3": "h100",
+    r"H100 PCIe": "h100-pcie",
+    r"H200": "h200",
+    r"L4": "l4",
+    r"L40S": "l40s",
+    r"MI300X": "mi300x",
+    r"RTX 3090": "rtx3090",
+    r"RTX 4090": "rtx4090",
+    r"T4": "t4",
+    r"V100-SXM2-(16|32)GB": "v100",
+}
+
+
+def peak_of(device_name: str, compute: str) -> Peak | None:
+    """The peak of a device by the name that torch gives it; None where it is not known, as of any in fp32."""
+    name = re.sub(r"^(NVIDIA |AMD )?(Tesla |GeForce |Instinct )?", "", device_name.strip())
+    found = next((PEAKS[key] for pattern, key in _NAMES.items() if re.fullmatch(pattern, name)), None)
+    return None if compute == "fp32" else found

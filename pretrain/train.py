@@ -11,15 +11,18 @@ from typing import Literal, TypeVar
 
 import torch
 
-from data_pipeline.loader import Batch, Loader
+from data_pipeline.loader import Batch, Loader, evaluation_size
 from data_pipeline.stream import TokenStream
+from model.accounting import parameter_count
 from model.loss import IGNORED
 from model.transformer import Transformer
 from pretrain.alive import SignOfLife
 from pretrain.attempt import agree, begin
 from pretrain.batching import BatchPlan
 from pretrain.checkpoint import fill, load_weights, measured_at
+from pretrain.clock import Clock
 from pretrain.config import RunConfig
+from pretrain.efficiency import Efficiency
 from pretrain.engine import TIMEOUT_MINUTES, TrainingEngine, process_group
 from pretrain.evaluate import Score, evaluate, isolates_documents
 from pretrain.inputs import Inputs, refuse_devices
@@ -43,6 +46,7 @@ from pretrain.saving import Checkpoints, SaveResult
 from pretrain.schedule import jump, learning_rate
 from pretrain.state import Measured, TrainState
 from pretrain.stopping import (
+    WRITTEN_BYTES_PER_SECOND,
     Poll,
     StopAgreedError,
     Stopping,
@@ -69,6 +73,7 @@ class StepResult:
     grad_norm: float  # of the whole gradient, before clipping
     loss_scale: float | None  # of that gradient while it was computed; None where it has none (bf16, fp32)
     overflowed: bool  # the gradient is not finite, so no weight was updated
+    held: bool  # nor was one, since the step was not allowed to
     stop_wanted: bool  # by any rank
 
 
@@ -79,50 +84,63 @@ def train_step(
     lr: float,
     *,
     stopping: Stopping | None = None,
+    allows: Callable[[float, float], bool] = lambda loss, norm: True,
+    clock: Clock | None = None,
 ) -> StepResult:
-    """Accumulate one global batch and update the weights once.
+    """Accumulate one global batch and update the weights once, if its loss and gradient norm allow that.
 
     The gradient is that of (sum of all token losses) / (number of all target tokens), over micro-steps and ranks
     together, however the tokens are spread over them. DeepSpeed divides by the accumulation steps and averages over
     the ranks, so each micro-loss is scaled up by both before it goes in.
 
     Raises StopAgreedError, on all ranks, where one of them wants to stop before the update: the engine is then as
-    behind the last whole step.
+    behind the last whole step. `clock` is told what the time goes into.
     """
     stopping = stopping or Stopping(None, engine.sum_over_ranks)
+    clock = clock or Clock(engine.device)
     micro_batches = []
     try:
         micro_batches = [next(batches) for _ in range(plan.gradient_accumulation_steps)]
         wish = stopping.wish(before_step=True)
     except StopWantedError:
         wish = True
+    clock.lap("data")
     tokens, wishes = engine.sum_over_ranks(sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches), wish)
     stopping.heed(wishes)
+    clock.lap("other")  # where ranks wait for the one whose data came last
     engine.set_global_batch_size(plan.global_batch_size)
     scale = plan.gradient_accumulation_steps * plan.world_size / tokens
     loss_sum, cross_entropy_sum = torch.zeros(2, dtype=torch.float64, device=engine.device).unbind()
     for number, batch in enumerate(micro_batches, 1):
         loss = engine.forward(batch.inputs, batch.targets, batch.documents)
+        clock.lap("forward")
         engine.backward(loss.loss_sum * scale)
-        if number == len(micro_batches):
-            engine.set_learning_rate(lr)  # not before: a checkpoint tells the rate of the last whole step
-        engine.step()
+        clock.lap("backward")
         loss_sum += loss.loss_sum.detach()
         cross_entropy_sum += loss.cross_entropy_sum
         if number < len(micro_batches):
+            engine.step()
+            clock.lap("optimizer")
             try:
                 stopping.between_micro_steps()
             except StopAgreedError:
                 engine.drop_accumulation()
                 raise
     total, cross_entropy, wishes = engine.sum_over_ranks(loss_sum, cross_entropy_sum, stopping.wish())
+    clock.lap("other")
+    mean = cross_entropy / tokens
+    engine.set_learning_rate(lr)  # not before: a checkpoint tells the rate of the last whole step
+    engine.step(lambda norm: allows(mean, norm))
+    grad_norm = engine.gradient_norm()
+    clock.lap("optimizer")
     return StepResult(
-        loss=cross_entropy / tokens,
+        loss=mean,
         z_loss=(total - cross_entropy) / tokens,
         tokens=int(tokens),
-        grad_norm=engine.gradient_norm(),
+        grad_norm=grad_norm,
         loss_scale=engine.loss_scale,
         overflowed=engine.overflowed,
+        held=engine.held,
         stop_wanted=wishes > 0,
     )
 
@@ -161,6 +179,7 @@ def train(
         stop.install(speaks=ranks.is_first)
     seed_everything(config.seed)
     with ExitStack() as stack:
+        clock = stack.enter_context(Clock(device))
         stack.enter_context(process_group(device, timeout_minutes))
         stop.begin()
         try:
@@ -170,7 +189,10 @@ def train(
                 raise
             return "stopped"  # nothing has begun: the signal met another rank before it could note it, and ended that
         sharing = agree(path, ranks, inputs, resume, changes)
-        report = stack.enter_context(Report(directory, config, active=ranks.is_first))
+        efficiency = Efficiency.of(config, device, inputs.compute, ranks.world_size)
+        report = stack.enter_context(
+            Report(directory, config, active=ranks.is_first, clock=clock, efficiency=efficiency)
+        )
         attempt = begin(directory, sharing, inputs, resume, changes, report.say, timeout_minutes)
         number, resumed_from, shelf = attempt.number, attempt.resumed_from, attempt.shelf
         inputs = inputs.behind(attempt.history)
@@ -213,7 +235,11 @@ def train(
         receipt.state = life.state = state
         batches = life.reading(heeding(stack.enter_context(loader(inputs, ranks, state)), stop))
         stopping = Stopping(stop, engine.sum_over_ranks)
-        report.begins(number, state, resumed_from, inputs.order, inputs.steps)
+        report.begins(
+            number, state, resumed_from, inputs.order, inputs.steps,
+            heldout_tokens=heldout_tokens(inputs),
+            first_save_seconds=0.0 if asynchronous else 16 * parameter_count(config.model) / WRITTEN_BYTES_PER_SECOND,
+        )  # fmt: skip
         if resumed_from is not None:
             report.changed(state, attempt.history, changes, inputs.order)
         jumped = None if resumed_from is None else jump(state.global_step, engine.learning_rate, schedule)
@@ -227,12 +253,14 @@ def train(
         measured: Measured | None = None  # of the last whole step
         try:
             if unscored:
-                report.scores(state, *timed(lambda: heldout_scores(engine, inputs, ranks, stopping)))
+                with clock.during("evaluation"):
+                    scores, seconds = timed(lambda: heldout_scores(engine, inputs, ranks, stopping))
+                report.scores(state, scores, seconds)
             while state.global_step < schedule.max_steps:
                 lr = learning_rate(state.global_step, schedule)
                 plan = inputs.plan.of_step(state.global_step, steps)
-                with report.timed_step():
-                    result = train_step(engine, batches, plan, lr, stopping=stopping)
+                with clock.step():
+                    result = train_step(engine, batches, plan, lr, stopping=stopping, clock=clock)
                 state.advance(plan, result.tokens)
                 last = state.global_step == schedule.max_steps
                 report.step(
@@ -241,29 +269,34 @@ def train(
                     skipped_steps=engine.skipped_steps,
                 )  # fmt: skip
                 measured = Measured(result.loss, result.grad_norm, result.overflowed)
-                if saves_before_the_end(state, config):
-                    checkpoints.make_room(engine)
-                checkpoints.poll()
+                with clock.during("save"):
+                    if saves_before_the_end(state, config):
+                        checkpoints.make_room(engine)
+                    checkpoints.poll()
                 if stop.deadline is not None:
                     stop.deadline.measured_step(report.step_seconds)
                 if result.stop_wanted and not last:
                     raise StopAgreedError
                 if due(state, config.evaluation.every_steps) or last:
                     life.does("evaluates")
-                    scores, seconds = timed(lambda: heldout_scores(engine, inputs, ranks, stopping))
+                    with clock.during("evaluation"):
+                        scores, seconds = timed(lambda: heldout_scores(engine, inputs, ranks, stopping))
                     report.scores(state, scores, seconds)
                     measured = replace(measured, heldout_loss=scores["all"].loss)
                 if last:
                     life.does("saves")
-                    checkpoints.save_last(engine, state, inputs.identity, measured)
+                    with clock.during("save"):
+                        checkpoints.save_last(engine, state, inputs.identity, measured)
                 elif due(state, config.checkpoint.every_steps):
                     life.does("saves")
-                    checkpoints.save(engine, state, inputs.identity, measured)
+                    with clock.during("save"):
+                        checkpoints.save(engine, state, inputs.identity, measured)
         except StopAgreedError:
             life.does("saves")
             reason = first_reason(ranks.gather(stop.reason))
             if measured is not None:
-                checkpoints.save_last(engine, state, inputs.identity, measured)
+                with clock.during("save"):
+                    checkpoints.save_last(engine, state, inputs.identity, measured)
             when = " before a step was made" if state.global_step == first_step else ""
             report.ends("stopped", state, f"stopped by {reason}{when}; resume with {command}")
             receipt.write("stopped", reason)
@@ -332,6 +365,13 @@ def heldout_scores(
         device=engine.device,
         on_tokens=lambda done, total: poll(),
     )
+
+
+def heldout_tokens(inputs: Inputs) -> int:
+    """How many an evaluation scores."""
+    splits = (source.splits["validation"] for source in inputs.collection.sources.values())
+    seq_len, most = inputs.plan.seq_len, inputs.config.evaluation.max_tokens
+    return sum(evaluation_size(one.tokens, one.text_bytes, seq_len, most).tokens for one in splits if one.tokens)
 
 
 def loader(inputs: Inputs, ranks: Ranks, state: TrainState) -> Loader:

@@ -17,7 +17,7 @@ from tests.pretrain.recipe import recipe
 
 
 def write(path: Path, attempt: int, losses: dict[int, float]) -> None:
-    log = MetricsLog(path, None, attempt=attempt, global_step=min(losses) - 1)
+    log = MetricsLog(path, attempt=attempt)
     for step, loss in losses.items():
         log.write("train", step, {"loss": loss})
     log.close()
@@ -82,7 +82,7 @@ def test_a_run_says_at_its_start_what_it_reads_and_how_often(
 def test_records_wait_for_room_on_a_full_disk(tmp_path: Path) -> None:
     said: list[str] = []
     (tmp_path / "full").symlink_to("/dev/full")
-    log = MetricsLog(tmp_path / "full", None, attempt=1, global_step=0, say=said.append)
+    log = MetricsLog(tmp_path / "full", attempt=1, say=said.append)
     for step in (1, 2):
         log.write("train", step, {"loss": 1.0})
     assert said == [f"warning: {tmp_path}/full: the disk is full: records wait in main memory until there is room"]
@@ -92,7 +92,7 @@ def test_records_wait_for_room_on_a_full_disk(tmp_path: Path) -> None:
     log.close()
     assert len(said) == 1
 
-    log = MetricsLog(tmp_path / "full", None, attempt=1, global_step=0, say=said.append)
+    log = MetricsLog(tmp_path / "full", attempt=1, say=said.append)
     log.write("train", 4, {"loss": 1.0})
     log.close()
     assert said[1:] == [said[0], f"warning: {tmp_path}/full: the disk is full: 1 of its records are lost"]

@@ -14,12 +14,14 @@ from pathlib import Path
 import torch
 
 from data_pipeline.history import History
+from pretrain import left_out
 from pretrain.agreement import facts, facts_of_weights, refuse_differences
 from pretrain.config import new_values, to_toml
 from pretrain.engine import TIMEOUT_MINUTES
 from pretrain.inputs import Inputs, initial_weights
 from pretrain.parts import Shelf, named
 from pretrain.resuming import choose, clear_leftovers, converted_from, refuse_other_run, refuse_uneven_stages
+from pretrain.rolling_back import clear
 from pretrain.run_directory import RunDirectory, RunDirectoryError, write_text
 from pretrain.runtime import Ranks
 from pretrain.sharing import Sharing, clear_marks, discover, drop_if_empty
@@ -140,7 +142,8 @@ def take(directory: RunDirectory) -> list[str]:
     directory.lock()
     clear_marks(directory.path)
     directory.checkpoints.mkdir(exist_ok=True)
-    return clear_leftovers(directory.checkpoints)
+    faults = clear(directory.checkpoints, left_out.read(directory.roll_backs))
+    return [*clear_leftovers(directory.checkpoints), *(f"warning: {fault}" for fault in faults)]
 
 
 def write_down(

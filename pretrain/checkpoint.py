@@ -79,7 +79,8 @@ def saved(path: Path) -> Saved:
     except CheckpointError:
         return Saved(step_of(path), healthy=False)
     score = measured.get("heldout_loss")
-    return Saved(step_of(path), score if isinstance(score, float) else None, measured.get("healthy", True) is True)
+    healthy = measured.get("healthy", True) is True and not measured.get("alarms")
+    return Saved(step_of(path), score if isinstance(score, float) else None, healthy)
 
 
 def best_of(paths: Iterable[Path]) -> Path | None:

@@ -399,6 +399,21 @@ class RunConfig(_Table):
         return self
 
     @model_validator(mode="after")
+    def _checkpoints_reach_back(self) -> RunConfig:
+        """Where a run may go back, some checkpoint is old enough, however far the newest one is."""
+        health, table = self.health, self.checkpoint
+        condition = next((name for name in HealthTable.model_fields if getattr(health, name) == "roll_back"), None)
+        reach, wanted = (table.keep_last - 1) * table.every_steps, health.roll_back_steps - 1
+        if condition is not None and reach < wanted and table.keep_every_steps is None:
+            keep = -(-wanted // table.every_steps) + 1
+            raise ValueError(
+                f'health.{condition} "roll_back" goes back health.roll_back_steps {health.roll_back_steps} steps or '
+                f"more, and checkpoint.keep_last {table.keep_last} of every_steps {table.every_steps} may reach back "
+                f"{reach + 1}: set checkpoint.keep_last = {keep}, or lower health.roll_back_steps to {reach + 1}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _checkpointing_fits_the_blocks(self) -> RunConfig:
         period, blocks = checkpointing_period(self.memory.activation_checkpointing), self.model.n_layers
         if period > blocks:

@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 
     from model.loss import LossSum
     from model.transformer import Transformer
-    from pretrain.elastic import Layout
+    from pretrain.elastic import Layout, Places
     from pretrain.muon import Matrix
     from pretrain.runtime import Ranks
     from pretrain.snapshot import Snapshot
 
 # By name, what writes a file of a checkpoint to a path.
 Files: TypeAlias = dict[str, Callable[[Path], None]]
+Gate: TypeAlias = Callable[[float], bool]
 
 # How long a rank waits for the others. The longest it waits for nothing bad is what the first does alone: it verifies
 # the checkpoint that the run goes on from.
@@ -113,6 +114,8 @@ class TrainingEngine:
         self._loss_scale_window = config.precision.loss_scale_window if in_fp16 else None
         self.loss_scale: float | None = None
         self.overflowed = False
+        self.held = False
+        self._allows: Gate | None = None  # while DeepSpeed steps
         dtype = torch.float16 if in_fp16 else torch.bfloat16 if in_bf16 else torch.float32
         for parameter in model.parameters():  # as DeepSpeed would, but before the device holds them in fp32
             parameter.data = parameter.data.to(dtype)
@@ -120,6 +123,7 @@ class TrainingEngine:
         # ZeRO-0 in bf16 takes a step on zero gradients to make its state: at rate 0 that decays no weight, and with the
         # state cleared, AdamW's step count begins at 1 (else the first update is a quarter too small).
         optimizer = build_optimizer(model, config, initial_lr=0.0, rank=ranks.rank, world_size=ranks.world_size)
+        optimizer.step = self._gated(optimizer.step)  # type: ignore[method-assign]
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._sizes = {names[p]: p.numel() for group in optimizer.param_groups for p in group["params"]}
         # Of an optimizer that it has not tested DeepSpeed warns; ours are, in tests/pretrain/test_optimizer.py.
@@ -193,11 +197,13 @@ class TrainingEngine:
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)
 
-    def step(self) -> None:
+    def step(self, allows: Gate | None = None) -> None:
         """End a micro-step; the last one of an accumulation clips the gradient and updates the weights.
 
         Where an element of the gradient is not finite, it leaves them as they are: `overflowed` then says so, and
         `skipped_steps` counts it. `loss_scale` is the scale of that gradient, None where it has none (bf16, fp32).
+        `allows` is asked whether to update, with the gradient's norm, the same on all ranks: where it says no, weights,
+        moments and the optimizer's count of steps stay, bit for bit, and `held` says so.
         """
         updates = self._engine.is_gradient_accumulation_boundary()
         if self._unpartitioned and updates:
@@ -209,12 +215,25 @@ class TrainingEngine:
         skipped_before = self.skipped_steps
         if self._loss_scale_window is not None:
             self.loss_scale = float(self._engine.optimizer.loss_scaler.cur_scale)
+        self.held, self._allows = False, allows
         self._engine.step()
+        self._allows = None
         if updates:
             self.overflowed = self.skipped_steps > skipped_before
             if self.overflowed:
                 self._forget_gradient()
             self._grow_loss_scale()
+
+    def _gated(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """An optimizer's `step` that `allows` can hold still. DeepSpeed calls it once a partition, the norm known."""
+
+        def gated(*arguments: Any, **settings: Any) -> Any:
+            if self._allows is not None:
+                norm = self._measured_norm if self._unpartitioned else float(self._engine.optimizer._global_grad_norm)
+                self.held, self._allows = not self._allows(norm), None
+            return None if self.held else step(*arguments, **settings)
+
+        return gated
 
     def _forget_gradient(self) -> None:
         """Let go of a gradient that overflowed: ZeRO-1 and 2 that offload would add all later ones to its fp32 sums."""
@@ -322,9 +341,9 @@ class TrainingEngine:
         from pretrain.elastic import saved_layout
 
         with _safe_classes():
-            saved, own = saved_layout(folder, _map_tensors, self._sizes), self.layout()
-            if saved != own:
-                self._load_otherwise(folder, saved, own)
+            saved = saved_layout(folder, _map_tensors, self._sizes)
+            if saved != self.layout():
+                self._load_otherwise(folder, saved)
                 return saved
             self._load_same(folder)
         return None
@@ -354,9 +373,9 @@ class TrainingEngine:
         partitions = whole if self.zero_stage == 0 else partitions_of(self._engine._get_zero_param_shapes())
         return Layout(self.zero_stage, self.ranks.world_size, partitions, bool(self._engine.zero_parameter_alignment()))
 
-    def _load_otherwise(self, folder: Path, saved: Layout, own: Layout) -> None:
+    def _load_otherwise(self, folder: Path, saved: Layout) -> None:
         """Fill masters and states, then what DeepSpeed derives from them, then its counts."""
-        from pretrain.elastic import SCALER, SavedState, fill, model_file, places
+        from pretrain.elastic import SCALER, SavedState, fill, model_file
 
         state = SavedState(folder, saved, _map_tensors)
         zero = self._engine.optimizer
@@ -364,10 +383,9 @@ class TrainingEngine:
         if self.zero_stage == 3:
             zero.checkpoint_event_prologue()
         held = self._partitions()
-        gaps = getattr(zero, "round_robin_bit16_padding", [[0] * len(partition) for partition in own.partitions])
         rank = self.ranks.rank if self.zero_stage else 0  # under ZeRO-0 all ranks have the same
         fused = bool(optimizer.defaults.get("fused"))
-        for number, where in enumerate(places(own, [weights.numel() for weights in held], gaps)):
+        for number, where in enumerate(self._places(held)):
             optimizer.state[held[number]] = fill(state, where, rank, held[number], number, fused=fused)
         for name in SCALER:
             if name in state.scaler and hasattr(zero, name):
@@ -385,6 +403,56 @@ class TrainingEngine:
         header = _map_tensors(model_file(folder))
         for count in ("global_steps", "global_samples", "skipped_steps"):
             setattr(self._engine, count, header[count])
+
+    @property
+    def transformer(self) -> Transformer:
+        """The model that is trained; under ZeRO-3 its parameters are empty but in a forward pass."""
+        model: Transformer = self._engine.module
+        return model
+
+    @property
+    def micro_steps(self) -> int:
+        """A count that changes with each micro-step. Any thread may ask."""
+        return int(self._engine.micro_steps)
+
+    def masters(self) -> list[tuple[str, Tensor]]:
+        """Views (n,) of the masters that this rank updates, parameter by parameter: under ZeRO-0 all of them."""
+        held = self._partitions()
+        rank = self.ranks.rank if self.zero_stage else 0
+        return [
+            (name, held[number].detach().view(-1)[piece.offset : piece.offset + piece.size])
+            for number, where in enumerate(self._places(held))
+            for name, pieces in where.items()
+            for piece in pieces
+            if piece.rank == rank
+        ]
+
+    def replicas(self) -> dict[str, Tensor]:
+        """What every rank holds between two steps, by name, to be equal on all: under ZeRO-0 weights, masters and
+        moments; under 1 and 2 the weights, which each step sends around anew; under 3 the small ones that stay whole.
+        """
+        held = {
+            name: parameter.detach()
+            for name, parameter in self._engine.module.named_parameters()
+            if getattr(parameter, "ds_persist", True)
+        }
+        if self.zero_stage:
+            return held
+        states = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer).state
+        for (name, master), of_optimizer in zip(self.masters(), self._partitions(), strict=True):
+            if not self._unpartitioned:
+                held[f"{name} (master)"] = master
+            state = states.get(of_optimizer, {}).items()
+            held |= {f"{name} ({key})": value for key, value in state if hasattr(value, "element_size")}
+        return held
+
+    def _places(self, held: list[Tensor]) -> list[Places]:
+        """Where, in this rank's flat partitions, parameters lie."""
+        from pretrain.elastic import places
+
+        own = self.layout()
+        gaps = getattr(self._engine.optimizer, "round_robin_bit16_padding", [[0] * len(one) for one in own.partitions])
+        return places(own, [weights.numel() for weights in held], gaps)
 
     def _partitions(self) -> list[Tensor]:
         """This rank's masters: its flat partitions or, under ZeRO-0, one a parameter."""

@@ -9,6 +9,7 @@ done, on every rank the same. An alarm stays on until it is over; meanwhile no c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
@@ -21,6 +22,7 @@ Condition = Literal[
 ]  # fmt: skip
 Action = Literal["warn", "skip", "stop", "roll_back"]
 CONDITIONS: tuple[Condition, ...] = get_args(Condition)
+GRAVITY: tuple[Action, ...] = ("stop", "roll_back", "skip", "warn")
 # What says nothing of the weights: a checkpoint meanwhile is as good as any.
 HARMLESS: frozenset[Condition] = frozenset({"skipped_steps", "late_rank", "hang"})
 
@@ -42,6 +44,11 @@ class Alarm:
         del values["step"]
         return values
 
+    def told(self) -> dict[str, Any]:
+        """As status.json has it: numbers that JSON has none for are null."""
+        values = asdict(self)
+        return {key: None if isinstance(one, float) and not math.isfinite(one) else one for key, one in values.items()}
+
     def line(self) -> str:
         """For people, in one line."""
         value = "" if self.value is None else f" {self.value:.6g}"
@@ -49,15 +56,28 @@ class Alarm:
         return f"alarm: step {self.step}: {self.condition}{value}{limit}: {self.detail}; action: {self.action}"
 
 
+class TrainingDivergedError(RuntimeError):
+    """An alarm that ends the run. Raised on all ranks; the message is one line with the remedy."""
+
+
 class Monitor:
     """Turns what was found into alarms, by the recipe's policies. Every rank has one and tells it the same."""
 
-    def __init__(self, table: HealthTable, tell: Callable[[Alarm], None] = lambda alarm: None) -> None:
-        """`tell` records an alarm and says it aloud; it may be called from a thread that watches for a hang."""
+    def __init__(
+        self,
+        table: HealthTable,
+        tell: Callable[[Alarm], None] = lambda alarm: None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`tell` records an alarm; `say` has its line, unless it only goes on and nothing is done about it.
+
+        Both may be called from a thread that watches for a hang.
+        """
         self.table = table
         self.on: set[Condition] = set()
-        self.raised: list[Alarm] = []  # since the loop last took them
+        self._raised: list[Alarm] = []
         self._tell = tell
+        self._say = say
 
     def raise_alarm(
         self, step: int, condition: Condition, value: float | None, threshold: float | None, detail: str
@@ -67,16 +87,24 @@ class Monitor:
         if policy == "off":
             return None
         alarm = Alarm(step, condition, value, threshold, policy, detail)
+        is_news = condition not in self.on or policy != "warn"
         self.on.add(condition)
-        self.raised.append(alarm)
+        self._raised.append(alarm)
         self._tell(alarm)
+        if is_news:
+            self._say(alarm.line())
         return alarm.action
 
     def is_over(self, condition: Condition) -> None:
         """It was looked at again, and is as it should be."""
         self.on.discard(condition)
 
+    def take(self) -> list[Alarm]:
+        """The alarms raised since this was last asked, those whose action is the gravest first."""
+        taken, self._raised = self._raised, []
+        return sorted(taken, key=lambda alarm: GRAVITY.index(alarm.action))
+
     @property
-    def healthy(self) -> bool:
-        """Whether a checkpoint of now may count as healthy."""
-        return self.on <= HARMLESS
+    def harm(self) -> list[str]:
+        """What is on that makes a checkpoint of now no healthy one, by name."""
+        return sorted(self.on - HARMLESS)

@@ -211,6 +211,10 @@ class Report:
         self._write("alarm", alarm.step, alarm.to_dict())
         self._write_status("running")
 
+    def observation(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record what a step's look at itself found."""
+        self._write("observation", step, values)
+
     def left_out(self, state: TrainState, samples: range) -> None:
         """Record a step that was not run, for an alarm in an earlier pass over it."""
         self._state = state

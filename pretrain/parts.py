@@ -194,6 +194,15 @@ class Shelf:
     def _take(self) -> Path:
         return self._fetch([_read_by(ranks, self._every) for ranks in self.sharing.homes])
 
+    def take(self, name: str) -> tuple[Path | None, str | None]:
+        """One of these checkpoints by its name, at this home, or what keeps a run from going on from it."""
+        self._fetched = [set() for _ in self.sharing.homes]
+        try:
+            fault = self._examine(self.folder / name)
+        except CheckpointError as error:
+            fault = str(error)
+        return (self._take(), None) if fault is None else (None, fault)
+
     def take_all(self) -> Path:
         """The chosen checkpoint at this home, now with the engine's files of all ranks: they are to be spread anew."""
         return self._fetch([[name for name in self._every if name.startswith("engine/")]] * len(self.sharing.homes))

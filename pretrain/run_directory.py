@@ -9,6 +9,8 @@ runs/NAME/
   tensorboard/
   checkpoints/       step-00001000/ (its manifest.json written last), latest, best
   status.json        what the run is doing: state, attempt, global_step
+  alarms/            step-00000123.jsonl …: the documents of steps with alarms (see alarm_batch.py)
+  roll_backs.json    which alarms the run went back for, and which steps it leaves out since (see left_out.py)
   receipts/          rank-00000.json …: how each rank of the last attempt ended (see receipts.py)
   alive/             rank-00000.json …: each rank's sign of life, while it runs (see alive.py)
   logs/              attempt-3/rank-00000.log …: what each rank said, of a run that `launch run` started (see keeper.py)
@@ -113,6 +115,14 @@ class RunDirectory:
         return self.path / "status.json"
 
     @property
+    def alarms(self) -> Path:
+        return self.path / "alarms"
+
+    @property
+    def roll_backs(self) -> Path:
+        return self.path / "roll_backs.json"
+
+    @property
     def receipts(self) -> Path:
         return self.path / "receipts"
 
@@ -164,13 +174,23 @@ class RunDirectory:
         write_text(self.environment, json.dumps({"attempts": attempts}, indent=2) + "\n")
         return attempt
 
-    def write_status(self, state: RunState, *, attempt: int, global_step: int, max_steps: int) -> None:
+    def write_status(
+        self,
+        state: RunState,
+        *,
+        attempt: int,
+        global_step: int,
+        max_steps: int,
+        alarm: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`alarm`: the last one of this attempt."""
         record = {
             "state": state,
             "attempt": attempt,
             "global_step": global_step,
             "max_steps": max_steps,
             "updated_at": now(),
+            **({} if alarm is None else {"alarm": alarm}),
         }
         write_text(self.status, json.dumps(record) + "\n")
 

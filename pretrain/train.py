@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -25,9 +25,12 @@ from pretrain.config import RunConfig
 from pretrain.efficiency import Efficiency
 from pretrain.engine import TIMEOUT_MINUTES, TrainingEngine, process_group
 from pretrain.evaluate import Score, evaluate, isolates_documents
+from pretrain.guard import Guard, pass_over
+from pretrain.health import Monitor, TrainingDivergedError
 from pretrain.inputs import Inputs, refuse_devices
 from pretrain.keeper import Kept
-from pretrain.metrics import Report, TrainingDivergedError
+from pretrain.metrics import Report
+from pretrain.observing import Observer
 from pretrain.receipts import Receipt
 from pretrain.resolve import rounding_warnings
 from pretrain.retention import Retention
@@ -55,6 +58,7 @@ from pretrain.stopping import (
     first_reason,
     heeding,
 )
+from pretrain.watchdog import Watchdog
 
 Outcome = Literal["finished", "stopped"]
 T = TypeVar("T")
@@ -168,6 +172,7 @@ def train(
     goes on with this run, as its receipts tell it; `kept`: this rank's keeper, where `launch run` started it.
     """
     device = pick_device(ranks.local_rank, ranks.accelerator)
+    clock = Clock(device)
     with one_ranks_fault() if ranks.local_rank == 0 else nullcontext():  # each machine reads files of its own
         inputs = Inputs.check(config, ranks.world_size, auto_compute(device))
     if config.compile:
@@ -179,7 +184,7 @@ def train(
         stop.install(speaks=ranks.is_first)
     seed_everything(config.seed)
     with ExitStack() as stack:
-        clock = stack.enter_context(Clock(device))
+        stack.enter_context(clock)
         stack.enter_context(process_group(device, timeout_minutes))
         stop.begin()
         try:
@@ -229,11 +234,23 @@ def train(
         if stop.deadline is not None:
             stop.deadline.save_in_flight = lambda: checkpoints.in_flight
         state = TrainState() if resumed_from is None else checkpoints.load(resumed_from, engine)
+        guard = Guard(inputs, directory, sharing, report, resumed_from)
+        observer = Observer(engine, config.health, guard.monitor, report.observation)
+        stack.enter_context(watchdog(life, engine, directory, guard.monitor))
         unscored = resumed_from is not None and lacks_evaluation(resumed_from, state, config)
+        measured = None if resumed_from is None else Measured.of(measured_at(resumed_from))  # of the last whole step
         if shelf is not None:
             shelf.clear()
         receipt.state = life.state = state
-        batches = life.reading(heeding(stack.enter_context(loader(inputs, ranks, state)), stop))
+        reader = stack.enter_context(ExitStack())
+
+        def batches_from_here() -> Iterator[Batch]:
+            """What is read from where `state` is on; nothing more of what was read before."""
+            reader.close()
+            fresh = heeding(reader.enter_context(loader(inputs, ranks, state)), stop)
+            return life.reading(observer.reading(fresh))
+
+        batches = batches_from_here()
         stopping = Stopping(stop, engine.sum_over_ranks)
         report.begins(
             number, state, resumed_from, inputs.order, inputs.steps,
@@ -242,6 +259,8 @@ def train(
         )  # fmt: skip
         if resumed_from is not None:
             report.changed(state, attempt.history, changes, inputs.order)
+        for line in guard.lines():
+            report.say(line)
         jumped = None if resumed_from is None else jump(state.global_step, engine.learning_rate, schedule)
         if jumped is not None:
             report.say(jumped)
@@ -250,53 +269,72 @@ def train(
 
         stack.enter_context(one_ranks_fault())
         first_step, steps = state.global_step, inputs.steps
-        measured: Measured | None = None  # of the last whole step
         try:
             if unscored:
                 with clock.during("evaluation"):
-                    scores, seconds = timed(lambda: heldout_scores(engine, inputs, ranks, stopping))
+                    scores, seconds = timed(lambda: heldout_scores(engine, inputs, ranks, stopping, life.goes_on))
                 report.scores(state, scores, seconds)
             while state.global_step < schedule.max_steps:
                 lr = learning_rate(state.global_step, schedule)
                 plan = inputs.plan.of_step(state.global_step, steps)
-                with clock.step():
-                    result = train_step(engine, batches, plan, lr, stopping=stopping, clock=clock)
-                state.advance(plan, result.tokens)
+                if guard.leaves_out(state.global_step + 1):
+                    pass_over(batches, plan, stopping)
+                    state.advance(plan, 0)
+                    report.left_out(state, steps.samples(state.global_step - 1))
+                    measured = replace(measured or Measured.of({}), heldout_loss=None)
+                    stop_wanted = False
+                else:
+                    observer.before(state.global_step + 1)
+                    with clock.step():
+                        result = train_step(
+                            engine, batches, plan, lr, stopping=stopping, allows=guard.judge.allows, clock=clock
+                        )
+                    state.advance(plan, result.tokens)
+                    report.step(
+                        state, loss=result.loss, z_loss=result.z_loss, tokens=result.tokens, lr=lr,
+                        grad_norm=result.grad_norm, loss_scale=result.loss_scale, overflowed=result.overflowed,
+                        skipped_steps=engine.skipped_steps,
+                    )  # fmt: skip
+                    guard.judged(state.global_step, result)
+                    observer.after(
+                        state.global_step, own_seconds=clock.step_seconds["data"] + clock.step_seconds["forward"],
+                        step_seconds=clock.last_step, updated=not (result.overflowed or result.held),
+                    )  # fmt: skip
+                    if guard.act(state, checkpoints, engine):
+                        batches = batches_from_here()
+                        continue
+                    alarms = tuple(guard.monitor.harm)
+                    measured = Measured(result.loss, result.grad_norm, result.overflowed or result.held, alarms=alarms)
+                    stop_wanted = result.stop_wanted
                 last = state.global_step == schedule.max_steps
-                report.step(
-                    state, loss=result.loss, z_loss=result.z_loss, tokens=result.tokens, lr=lr,
-                    grad_norm=result.grad_norm, loss_scale=result.loss_scale, overflowed=result.overflowed,
-                    skipped_steps=engine.skipped_steps,
-                )  # fmt: skip
-                measured = Measured(result.loss, result.grad_norm, result.overflowed)
                 with clock.during("save"):
                     if saves_before_the_end(state, config):
                         checkpoints.make_room(engine)
                     checkpoints.poll()
                 if stop.deadline is not None:
                     stop.deadline.measured_step(report.step_seconds)
-                if result.stop_wanted and not last:
+                if stop_wanted and not last:
                     raise StopAgreedError
                 if due(state, config.evaluation.every_steps) or last:
                     life.does("evaluates")
                     with clock.during("evaluation"):
-                        scores, seconds = timed(lambda: heldout_scores(engine, inputs, ranks, stopping))
+                        scores, seconds = timed(lambda: heldout_scores(engine, inputs, ranks, stopping, life.goes_on))
                     report.scores(state, scores, seconds)
                     measured = replace(measured, heldout_loss=scores["all"].loss)
                 if last:
                     life.does("saves")
                     with clock.during("save"):
-                        checkpoints.save_last(engine, state, inputs.identity, measured)
+                        checkpoints.save_last(engine, state, described(inputs, guard), measured)
                 elif due(state, config.checkpoint.every_steps):
                     life.does("saves")
                     with clock.during("save"):
-                        checkpoints.save(engine, state, inputs.identity, measured)
+                        checkpoints.save(engine, state, described(inputs, guard), measured)
         except StopAgreedError:
             life.does("saves")
             reason = first_reason(ranks.gather(stop.reason))
             if measured is not None:
                 with clock.during("save"):
-                    checkpoints.save_last(engine, state, inputs.identity, measured)
+                    checkpoints.save_last(engine, state, described(inputs, guard), measured)
             when = " before a step was made" if state.global_step == first_step else ""
             report.ends("stopped", state, f"stopped by {reason}{when}; resume with {command}")
             receipt.write("stopped", reason)
@@ -325,6 +363,30 @@ def build_engine(inputs: Inputs, ranks: Ranks, device: torch.device, initial: Pa
     return TrainingEngine(model, config, inputs.deepspeed, ranks, device)
 
 
+def watchdog(
+    life: SignOfLife, engine: TrainingEngine, directory: RunDirectory, monitor: Monitor
+) -> AbstractContextManager[object]:
+    """What finds out that this rank hangs. Signs of getting on are those of `life`, and every micro-step."""
+    table = monitor.table
+    if table.hang == "off":
+        return nullcontext()
+
+    def progress() -> tuple[int, object]:
+        step = (life.state.global_step if life.state is not None else 0) + 1
+        return step, (life.doing, life.signs, engine.micro_steps)
+
+    return Watchdog(
+        progress, directory.alarms, rank=engine.ranks.rank, world_size=engine.ranks.world_size,
+        seconds=table.hang_seconds, over=lambda: monitor.is_over("hang"),
+        found=lambda hang: monitor.raise_alarm(hang.step, "hang", hang.seconds, table.hang_seconds, hang.detail),
+    )  # fmt: skip
+
+
+def described(inputs: Inputs, guard: Guard) -> dict[str, Any]:
+    """What a checkpoint tells beside its state: whose it is, and how the run is."""
+    return {**inputs.identity, "health": guard.described()}
+
+
 def lacks_evaluation(checkpoint: Path, state: TrainState, config: RunConfig) -> bool:
     """Whether the run was stopped in the evaluation that was due behind this checkpoint's step."""
     wanted = due(state, config.evaluation.every_steps) or state.global_step >= config.schedule.max_steps
@@ -348,10 +410,22 @@ def due(state: TrainState, every_steps: int) -> bool:
 
 
 def heldout_scores(
-    engine: TrainingEngine, inputs: Inputs, ranks: Ranks, stopping: Stopping | None = None
+    engine: TrainingEngine,
+    inputs: Inputs,
+    ranks: Ranks,
+    stopping: Stopping | None = None,
+    goes_on: Callable[[], None] = lambda: None,
 ) -> dict[str, Score]:
-    """The validation split of every source, scored by all ranks together. StopAgreedError: one wants to stop."""
+    """The validation split of every source, scored by all ranks together; `goes_on` is called as they get on.
+
+    StopAgreedError: one wants to stop.
+    """
     poll = Poll(stopping or Stopping(None, engine.sum_over_ranks))
+
+    def on_tokens(done: int, total: int) -> None:
+        goes_on()
+        poll()
+
     return evaluate(
         engine.forward_only,
         {name: source.splits["validation"] for name, source in inputs.collection.sources.items()},
@@ -363,7 +437,7 @@ def heldout_scores(
         isolated=isolates_documents(inputs.config.data.packing),
         ranks=ranks,
         device=engine.device,
-        on_tokens=lambda done, total: poll(),
+        on_tokens=on_tokens,
     )
 
 

@@ -179,11 +179,13 @@ def bf16_case(ranks: Ranks, settings: list[tuple[int, str, str]]) -> list[dict[s
             engine = build(config, stage, ranks, communication_data_type=communicate)
             gradients: dict[str, torch.Tensor] = {}
 
-            def keep(engine: Any = engine, gradients: dict[str, Any] = gradients, step: Any = engine.step) -> None:
+            def keep(
+                allows: Any = None, engine: Any = engine, gradients: dict[str, Any] = gradients, step: Any = engine.step
+            ) -> None:
                 if engine._engine.is_gradient_accumulation_boundary():
                     named = engine._engine.module.named_parameters()
                     gradients.update({name: safe_get_full_grad(parameter).clone() for name, parameter in named})
-                step()
+                step(allows)
 
             engine.step = keep  # type: ignore[method-assign]
             plan = BatchPlan.from_config(config, ranks.world_size).of_step(1, steps_of(config.batch))

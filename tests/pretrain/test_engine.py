@@ -110,11 +110,13 @@ def gradients_case(ranks: Ranks, variants: list[str], stages: list[int]) -> dict
             assert stage != 3 or not any(parameter.numel() for parameter in engine._engine.module.parameters())
             gradients: dict[str, torch.Tensor] = {}
 
-            def keep(engine: Any = engine, gradients: dict[str, Any] = gradients, step: Any = engine.step) -> None:
+            def keep(
+                allows: Any = None, engine: Any = engine, gradients: dict[str, Any] = gradients, step: Any = engine.step
+            ) -> None:
                 if engine._engine.is_gradient_accumulation_boundary():
                     named = engine._engine.module.named_parameters()
                     gradients.update({name: safe_get_full_grad(parameter).clone() for name, parameter in named})
-                step()
+                step(allows)
 
             engine.step = keep  # type: ignore[method-assign]
             step = train_step(engine, micro_batches(config, ranks, ignored=True), plan_of(config, ranks), lr=1e-3)

@@ -129,8 +129,9 @@ def test_what_is_healthy_as_a_step_measured_it() -> None:
     assert Measured(1.0, nan).to_dict(finite=True) == {
         "loss": 1.0, "grad_norm": None, "heldout_loss": None, "healthy": False,
     }  # fmt: skip
-    assert Measured(1.0, math.inf, overflowed=True).to_dict(finite=True)["healthy"], "fp16 left that gradient out"
-    assert not Measured(nan, 1.0, overflowed=True).to_dict(finite=True)["healthy"]
+    assert Measured(1.0, math.inf, left_out=True).to_dict(finite=True)["healthy"], "fp16 left that gradient out"
+    assert Measured(nan, nan, left_out=True).to_dict(finite=True)["healthy"], "a step that moved no weight"
+    assert not Measured(1.0, 1.0, left_out=True).to_dict(finite=False)["healthy"]
     assert not Measured(1.0, 1.0, heldout_loss=nan).to_dict(finite=True)["healthy"]
 
 

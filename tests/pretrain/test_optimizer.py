@@ -125,12 +125,16 @@ def steps_case(ranks: Ranks, folder: Path) -> dict[tuple[str, int], dict[str, An
             compute = config.precision.compute
 
             def keep(
-                engine: Any = engine, gradients: list[Any] = gradients, step: Any = engine.step, compute: str = compute
+                allows: Any = None,
+                engine: Any = engine,
+                gradients: list[Any] = gradients,
+                step: Any = engine.step,
+                compute: str = compute,
             ) -> None:
                 if compute == "bf16" and engine._engine.is_gradient_accumulation_boundary():
                     named = engine._engine.module.named_parameters()
                     gradients.append({name: safe_get_full_grad(p).float().clone() for name, p in named})
-                step()
+                step(allows)
 
             engine.step = keep  # type: ignore[method-assign]
             for number, rate in enumerate(RATES):

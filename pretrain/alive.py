@@ -46,6 +46,7 @@ class SignOfLife:
             "every_seconds": max(INTERVAL_SECONDS, world_size / SIGNS_A_SECOND),
         }
         self._doing: tuple[Doing, float] = ("starts", time.time())
+        self.signs = 0  # given so far, by `does` and `goes_on`
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._write_on, name="sign-of-life", daemon=True)
 
@@ -62,6 +63,15 @@ class SignOfLife:
 
     def does(self, what: Doing) -> None:
         self._doing = (what, time.time())
+        self.signs += 1
+
+    @property
+    def doing(self) -> Doing:
+        return self._doing[0]
+
+    def goes_on(self) -> None:
+        """It still does what it said last."""
+        self.signs += 1
 
     def reading(self, batches: Iterator[T]) -> Iterator[T]:
         """`batches`; while the next one is not there, the rank waits for data."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -26,7 +26,7 @@ from pretrain.efficiency import Efficiency
 from pretrain.engine import TIMEOUT_MINUTES, TrainingEngine, process_group
 from pretrain.evaluate import Score, evaluate, isolates_documents
 from pretrain.guard import Guard, pass_over
-from pretrain.health import Monitor, TrainingDivergedError
+from pretrain.health import TrainingDivergedError
 from pretrain.inputs import Inputs, refuse_devices
 from pretrain.keeper import Kept
 from pretrain.metrics import Report
@@ -58,7 +58,7 @@ from pretrain.stopping import (
     first_reason,
     heeding,
 )
-from pretrain.watchdog import Watchdog
+from pretrain.watchdog import watching_for_hangs
 
 Outcome = Literal["finished", "stopped"]
 T = TypeVar("T")
@@ -236,7 +236,7 @@ def train(
         state = TrainState() if resumed_from is None else checkpoints.load(resumed_from, engine)
         guard = Guard(inputs, directory, sharing, report, resumed_from)
         observer = Observer(engine, config.health, guard.monitor, report.observation)
-        stack.enter_context(watchdog(life, engine, directory, guard.monitor))
+        stack.enter_context(watching_for_hangs(life, engine, directory.alarms, guard.monitor))
         unscored = resumed_from is not None and lacks_evaluation(resumed_from, state, config)
         measured = None if resumed_from is None else Measured.of(measured_at(resumed_from))  # of the last whole step
         if shelf is not None:
@@ -361,25 +361,6 @@ def build_engine(inputs: Inputs, ranks: Ranks, device: torch.device, initial: Pa
     if config.compile:
         model.compile_blocks()
     return TrainingEngine(model, config, inputs.deepspeed, ranks, device)
-
-
-def watchdog(
-    life: SignOfLife, engine: TrainingEngine, directory: RunDirectory, monitor: Monitor
-) -> AbstractContextManager[object]:
-    """What finds out that this rank hangs. Signs of getting on are those of `life`, and every micro-step."""
-    table = monitor.table
-    if table.hang == "off":
-        return nullcontext()
-
-    def progress() -> tuple[int, object]:
-        step = (life.state.global_step if life.state is not None else 0) + 1
-        return step, (life.doing, life.signs, engine.micro_steps)
-
-    return Watchdog(
-        progress, directory.alarms, rank=engine.ranks.rank, world_size=engine.ranks.world_size,
-        seconds=table.hang_seconds, over=lambda: monitor.is_over("hang"),
-        found=lambda hang: monitor.raise_alarm(hang.step, "hang", hang.seconds, table.hang_seconds, hang.detail),
-    )  # fmt: skip
 
 
 def described(inputs: Inputs, guard: Guard) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.accounting import parameter_count
+from pretrain.clock import PARTS, STEP_PARTS, Part, warm_up_steps
 from pretrain.config import RecipeError, RunConfig, load_recipe
 from pretrain.device_memory import PROCESS_BYTES
 from pretrain.memory import budget
@@ -32,7 +34,8 @@ SIGN_SECONDS = 60  # a sign of life older than that is none
 MOST_STEPS, LARGEST = 2**53, 1e30  # what no counter, and no number of a run, comes to
 NUMBERS = (
     "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "model_flops_per_second", "loss_scale",
-    "peak_memory_bytes", "text_bytes", "uniform", "unigram", "perplexity", "bits_per_byte",
+    "hardware_flops_per_second", "mfu", *(f"{part}_seconds" for part in PARTS), "wall_seconds", "held_seconds",
+    "whole_seconds", "seconds", "peak_memory_bytes", "text_bytes", "uniform", "unigram", "perplexity", "bits_per_byte",
 )  # fmt: skip
 LAST_STEPS = 20  # a final training loss is the mean of so many steps: one alone is mostly noise
 
@@ -53,8 +56,12 @@ class Series:
     seconds: Array  # so far in training steps, without evaluation, saving and pauses
     tokens_per_second: Array
     loss_scale: Array
+    parts: Mapping[Part, Array]  # of step_seconds; NaN in records of earlier versions
+    mfu: Array  # a share of 1; NaN where no peak is known of the device
+    hfu: Array  # the same with what is computed again in backward
     memory: Array  # the most the first rank had held, bytes
-    opens: NDArray[np.bool_]  # the first step of an attempt: compilation, first touches of memory
+    opens: NDArray[np.bool_]  # the first step of an attempt
+    warm_up: NDArray[np.bool_]  # it, and those behind it that are not like the rest yet: compilation, first touches
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Series:
@@ -64,7 +71,10 @@ class Series:
         tokens, rate, seconds, attempt = map(column, ("tokens", "tokens_per_second", "step_seconds", "attempt"))
         with np.errstate(divide="ignore", invalid="ignore"):
             per_token = column("model_flops_per_second") / rate
+            again = column("hardware_flops_per_second") / column("model_flops_per_second")
         gained = np.diff(tokens, prepend=0.0)
+        opens = np.diff(attempt, prepend=-1.0) != 0
+        step_tokens, mfu = np.round(rate * seconds), column("mfu")
         return cls(
             step=column("step"),
             attempt=attempt,
@@ -72,14 +82,18 @@ class Series:
             lr=column("lr"),
             grad_norm=column("grad_norm"),
             tokens=tokens,
-            step_tokens=np.round(rate * seconds),
+            step_tokens=step_tokens,
             step_seconds=seconds,
             flops=np.cumsum(np.nan_to_num(per_token * gained)),
             seconds=np.cumsum(np.nan_to_num(seconds)),
             tokens_per_second=rate,
             loss_scale=column("loss_scale"),
+            parts={part: column(f"{part}_seconds") for part in STEP_PARTS},
+            mfu=mfu,
+            hfu=mfu * again,
             memory=column("peak_memory_bytes"),
-            opens=np.diff(attempt, prepend=-1.0) != 0,
+            opens=opens,
+            warm_up=_warm_up(opens, seconds, step_tokens),
         )
 
     def __len__(self) -> int:
@@ -92,12 +106,21 @@ class Series:
 
     @property
     def steady_rate(self) -> float:
-        """Tokens a second in training steps, without the first of each attempt unless there is no other."""
-        counted = ~self.opens & np.isfinite(self.step_tokens) & (self.step_seconds > 0)
-        if not counted.any():
-            counted = np.isfinite(self.step_tokens) & (self.step_seconds > 0)
+        """Tokens a second in training steps, without each attempt's warm-up unless there is no other."""
+        counted = self._steady(self.step_tokens)
         seconds = float(self.step_seconds[counted].sum())
         return float(self.step_tokens[counted].sum()) / seconds if seconds else float("nan")
+
+    def steady_share(self, values: Array) -> float:
+        """The mean over the time of those steps of what is a share at each; NaN where it is not known."""
+        counted = self._steady(values)
+        seconds = self.step_seconds[counted]
+        return float((values[counted] * seconds).sum() / seconds.sum()) if counted.any() else float("nan")
+
+    def _steady(self, values: Array) -> NDArray[np.bool_]:
+        known = np.isfinite(values) & (self.step_seconds > 0)
+        steady = known & ~self.warm_up
+        return steady if steady.any() else known
 
     @property
     def final_loss(self) -> float:
@@ -152,6 +175,9 @@ class Chronicle:
     changes: Sequence[Record]
     saves: Sequence[Record]
     attempts: Sequence[Attempt]
+    evaluating_seconds: float  # of all attempts, also what was done in vain
+    saving_seconds: float  # for which training stood still
+    paused_seconds: float  # of attempts that could tell it at their end
     damaged_lines: int  # whole lines that are no record
     last_sign: float | None  # seconds since the epoch
 
@@ -220,9 +246,20 @@ class Chronicle:
         return {
             "training steps that count": counted,
             "steps that a later attempt replaced": again,
-            "starting, evaluating, saving": max(within - counted - again, 0.0),
+            "evaluating": self.evaluating_seconds,
+            "saving": self.saving_seconds,
+            "paused": self.paused_seconds,
+            "starting, logging, all else": max(
+                within - counted - again - self.evaluating_seconds - self.saving_seconds - self.paused_seconds, 0.0
+            ),
             "between attempts": max(whole - within, 0.0),
         }
+
+    def step_parts(self) -> dict[Part, float]:
+        """Seconds of the steps that count by what they went into; empty where no record tells it."""
+        parts = self.series.parts
+        known = {part: float(np.nansum(seconds)) for part, seconds in parts.items() if np.isfinite(seconds).any()}
+        return known if len(known) == len(parts) else {}
 
 
 def read(path: Path) -> Chronicle:
@@ -252,6 +289,9 @@ def read(path: Path) -> Chronicle:
         changes=_of(counted, "change"),
         saves=_of(counted, "save"),
         attempts=_attempts(run, records, replaced),
+        evaluating_seconds=_total(records, "evaluation", "seconds"),
+        saving_seconds=_total(records, "save", "held_seconds"),
+        paused_seconds=_total(records, "time", "paused_seconds"),
         damaged_lines=damaged,
         last_sign=_sign(run),
     )
@@ -306,6 +346,22 @@ def _what_counts(records: Iterable[Record]) -> tuple[list[Record], list[Record]]
 
 def _of(records: Iterable[Record], kind: str) -> list[Record]:
     return [record for record in records if record["kind"] == kind]
+
+
+def _total(records: Iterable[Record], kind: str, name: str) -> float:
+    numbers = [_number(record[name]) for record in _of(records, kind) if name in record]
+    return float(np.nansum(numbers))
+
+
+def _warm_up(opens: NDArray[np.bool_], seconds: Array, samples: Array) -> NDArray[np.bool_]:
+    """The first steps of each attempt, as `clock.warm_up_steps` tells them; at least the first."""
+    found = opens.copy()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        paces = np.nan_to_num(seconds / samples, posinf=0.0)
+    bounds = [*np.flatnonzero(opens), len(opens)]
+    for first, end in pairwise(bounds):
+        found[first : first + warm_up_steps(paces[first:end].tolist())] = True
+    return found
 
 
 def _number(value: object) -> float:

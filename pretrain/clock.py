@@ -20,11 +20,13 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Part = Literal["start", "data", "forward", "backward", "optimizer", "evaluation", "save", "other", "paused"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -53,7 +55,7 @@ class Pauses:
     def __init__(self, now: Callable[[], float] = seconds_now, cpu: Callable[[], float] = time.process_time) -> None:
         self._now, self._cpu = now, cpu
         self._lock = threading.Lock()
-        self._seconds = 0.0
+        self.seconds = 0.0  # of all pauses seen so far
         self._seen = (now(), cpu())
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="pauses", daemon=True)
@@ -72,9 +74,9 @@ class Pauses:
             at, cpu = self._now(), self._cpu()
             gap, worked = at - self._seen[0], cpu - self._seen[1]
             if gap >= PAUSE_SECONDS and worked < IDLE * gap and self._thread.is_alive():
-                self._seconds += gap
+                self.seconds += gap
             self._seen = (at, cpu)
-            return self._seconds
+            return self.seconds
 
     def _watch(self) -> None:
         while not self._ended.wait(TICK_SECONDS):
@@ -121,7 +123,7 @@ class Clock:
             return 0.0  # not known yet
         return self._split(lambda seconds: {part: seconds})[part]
 
-    def laps(self, parts: Mapping[Part, float] | None = None) -> dict[Part, float]:
+    def laps(self) -> dict[Part, float]:
         """All parts until now; the rest since the last lap goes where nothing claims it."""
         self.lap(self._rest)
         return dict(self.seconds)
@@ -159,8 +161,9 @@ class Clock:
 
     def _split(self, shares: Callable[[float], dict[Part, float]]) -> dict[Part, float]:
         """Add the time since the mark, less what was a pause, to its parts; move the mark."""
-        at, paused = self._now(), self._pauses.look()
+        at = self._now()
         passed = at - self._mark
+        paused = self._pauses.look() if passed >= PAUSE_SECONDS else self._pauses.seconds
         pause = min(paused - self._paused, passed)
         self._mark, self._paused = at, paused
         self.seconds["paused"] += pause
@@ -170,31 +173,39 @@ class Clock:
         return found
 
     def _record(self, part: Part) -> None:
+        import torch
+
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self._events.append((part, event))
 
     def _by_events(self, seconds: float) -> dict[Part, float]:
-        """A step's time by its events; the last lap has what they leave, and longer ones give up what is too much.
-
-        Too much is what a pause took, which the GPU's clock counts and `seconds` does not.
-        """
-        parts: dict[Part, float] = dict.fromkeys(STEP_PARTS, 0.0)
-        last: Part = "other"
-        for (_, before), (part, event) in zip(self._events, self._events[1:], strict=False):
+        laps: list[tuple[Part, float]] = []
+        for (_, before), (part, event) in pairwise(self._events):
             if not event.query():
                 break
-            parts[part] += before.elapsed_time(event) / 1000
-            last = part
-        left = seconds - sum(parts.values())
-        if left >= 0:
-            parts[last] += left
-            return parts
-        for part in sorted(parts, key=lambda one: -parts[one]):
-            taken = min(-left, parts[part])
-            parts[part] -= taken
-            left += taken
+            laps.append((part, before.elapsed_time(event) / 1000))
+        return fitted(laps, seconds)
+
+
+def fitted(laps: Sequence[tuple[Part, float]], seconds: float) -> dict[Part, float]:
+    """The parts of a step that took `seconds` by the host, out of laps by another clock, the GPU's.
+
+    The last lap has what they leave. Where they come to more (the GPU's clock goes on in a pause, which `seconds` does
+    not count), the longest parts give it up.
+    """
+    parts: dict[Part, float] = dict.fromkeys(STEP_PARTS, 0.0)
+    for part, passed in laps:
+        parts[part] += passed
+    left = seconds - sum(parts.values())
+    if left >= 0:
+        parts[laps[-1][0] if laps else "other"] += left
         return parts
+    for part in sorted(parts, key=lambda one: -parts[one]):
+        taken = min(-left, parts[part])
+        parts[part] -= taken
+        left += taken
+    return parts
 
 
 # ---------------------------------------------------------------- what is usual

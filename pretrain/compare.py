@@ -180,7 +180,7 @@ def plots(runs: Sequence[Chronicle], same_tokens: bool) -> list[Plot]:
         for number, (name, run) in _numbered(runs):
             y = getattr(run.series, field)
             if field == "tokens_per_second":
-                y = np.where(run.series.opens & (len(run.series) > 1), np.nan, y)
+                y = np.where(run.series.warm_up & (len(run.series) > 1), np.nan, y)
             y = y if field == "lr" else smooth(y, max(1, len(y) // 50) | 1)
             known = np.isfinite(y) if field == "tokens_per_second" else np.ones(len(y), bool)
             breaks = np.diff(run.series.step[known], prepend=run.series.step[known][:1]) > 1

@@ -26,6 +26,10 @@ def figures(run: Chronicle) -> dict[str, Any]:
         "parameters": run.parameters,
         "training_seconds": finite(series.seconds[-1]),
         "tokens_per_second": finite(series.steady_rate),
+        "warm_up_steps": int(series.warm_up.sum()),
+        "mfu": finite(series.steady_share(series.mfu)),
+        "hfu": finite(series.steady_share(series.hfu)),
+        "step_seconds": run.step_parts(),
         "loss": finite(series.loss[-1]),
         "final_loss": finite(series.final_loss),
         "steps_not_finite": int((~np.isfinite(series.loss)).sum()),
@@ -159,6 +163,31 @@ def time_table(run: Chronicle) -> Table:
     whole = sum(spent.values())
     rows = [[what, duration(seconds), f"{seconds / whole:.1%}" if whole else ""] for what, seconds in spent.items()]
     return Table(["where the time went", "", "share"], rows, [1, 2])
+
+
+def step_table(run: Chronicle) -> Table | None:
+    """What the steps that count were made of; None where their records do not tell."""
+    parts = run.step_parts()
+    whole, steps = sum(parts.values()), len(run.series)
+    if not whole:
+        return None
+    rows = [
+        [part, duration(seconds), f"{1000 * seconds / steps:,.1f} ms", f"{seconds / whole:.1%}"]
+        for part, seconds in parts.items()
+    ]
+    return Table(["what a step is made of", "in all", "a step", "share"], rows, [1, 2, 3])
+
+
+def mfu_line(run: Chronicle) -> str:
+    """The share of the device's peak that went into the model, and into all arithmetic; or why it is not known."""
+    series = run.series
+    mfu, hfu = series.steady_share(series.mfu), series.steady_share(series.hfu)
+    if not np.isfinite(mfu):
+        return "MFU: not known (no peak is known of the device; logging.peak_flops gives it)."
+    return (
+        f"MFU {mfu:.1%}: the model's FLOPs, attention causal, as a share of the devices' dense peak. "
+        f"HFU {hfu:.1%}: the same with what activation checkpointing computes again. Warm-up is left out of both."
+    )
 
 
 def changes_table(run: Chronicle) -> Table | None:

@@ -17,6 +17,8 @@ from pretrain.figures import (
     heldout_table,
     loss,
     memory_of,
+    mfu_line,
+    step_table,
     time_table,
 )
 from pretrain.page import Page, Section, Table, Tile
@@ -62,7 +64,9 @@ def page(run: Chronicle, samples: Samples | None) -> Page:
     if run.evaluations:
         text = "Loss and unigram (the entropy of the tokens' own frequencies) in nats per token."
         sections.append(Section("Held-out text", text, tables=[heldout_table(run)]))
-    sections.append(Section("Speed", plots=speed(run), tables=[time_table(run)]))
+    split = step_table(run)
+    tables = [time_table(run), *([] if split is None else [split])]
+    sections.append(Section("Speed", mfu_line(run), plots=speed(run), tables=tables))
     sections.append(memory_section(run))
     if samples is not None:
         if samples.missing is not None:
@@ -105,6 +109,9 @@ def tiles(run: Chronicle) -> list[Tile]:
     if best is not None and last is not None and best["step"] != last["step"]:
         found.append(Tile("best held-out loss", loss(best["loss"]), f"step {best['step']:,}"))
     found.append(Tile("throughput", count(series.steady_rate), "tokens a second in training steps"))
+    mfu = series.steady_share(series.mfu)
+    if np.isfinite(mfu):
+        found.append(Tile("MFU", f"{mfu:.1%}", "of the devices' dense peak"))
     found.append(Tile("time in training", duration(series.seconds[-1]), "without evaluation, saving and pauses"))
     return found
 
@@ -189,7 +196,7 @@ def _marks(run: Chronicle, x: Array) -> list[Curve]:
 def speed(run: Chronicle) -> list[Plot]:
     """Throughput, and tokens a step where they vary."""
     series = run.series
-    steady = ~series.opens
+    steady = ~series.warm_up
     marks = _marks(run, series.step)
     steady_line = Curve("each step", series.step, np.where(steady, series.tokens_per_second, np.nan), 0, "faint")
     curves = [*marks]
@@ -202,8 +209,8 @@ def speed(run: Chronicle) -> list[Plot]:
         curves.append(steady_line)
         if window > 1:
             curves.append(Curve(f"mean of {window} steps", series.step[at], smooth(rates, window), 0, "line", breaks))
-    first = np.flatnonzero(series.opens)
-    label = "first step of an attempt, not counted" if steady.any() else "the only steps there are"
+    first = np.flatnonzero(series.warm_up)
+    label = "warm-up of an attempt, not counted" if steady.any() else "the only steps there are"
     curves.append(Curve(label, series.step[first], series.tokens_per_second[first], 1, "hollow"))
     overall = f"{count(series.steady_rate)} tokens/s over all steps that count"
     curves.append(Curve(overall, series.step[:1], np.array([series.steady_rate]), None, "level"))

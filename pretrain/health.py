@@ -89,9 +89,9 @@ class Monitor:
         alarm = Alarm(step, condition, value, threshold, policy, detail)
         is_news = condition not in self.on or policy != "warn"
         self.on.add(condition)
-        self._raised.append(alarm)
         self._tell(alarm)
         if is_news:
+            self._raised.append(alarm)
             self._say(alarm.line())
         return alarm.action
 
@@ -100,7 +100,7 @@ class Monitor:
         self.on.discard(condition)
 
     def take(self) -> list[Alarm]:
-        """The alarms raised since this was last asked, those whose action is the gravest first."""
+        """The new alarms since this was last asked, those whose action is the gravest first."""
         taken, self._raised = self._raised, []
         return sorted(taken, key=lambda alarm: GRAVITY.index(alarm.action))
 

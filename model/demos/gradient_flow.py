@@ -22,14 +22,14 @@ def demo() -> Demo:
     ratios = {place: found[-1] / found[0] for place, found in norms.items()}
     shown = range(0, LAYERS, 4)
     lines = [f"gradient norm of down_proj, {LAYERS} layers of width {WIDTH}, the first batch"]
-    lines.append("layer      " + "".join(f"{layer:>10}" for layer in (*shown, LAYERS - 1)) + "   last / first")
+    lines.append("layer      " + "".join(f"{layer + 1:>10}" for layer in (*shown, LAYERS - 1)) + "   last / first")
     lines += [
         f"{place:<11}" + "".join(f"{found[layer]:10.2e}" for layer in (*shown, LAYERS - 1)) + f"{ratios[place]:15.2f}"
         for place, found in norms.items()
     ]
     lines += [
         "pre: the residual path meets no norm, so every layer hears of the loss.",
-        "post: each norm on the path takes a part, so the last layers hear most, and learning wants a warm-up.",
+        "post: each norm on the path takes a part, so the last layers hear more, and learning wants a warm-up.",
         "deepnorm: the path weighs more, by (2L)^¼, and branches begin smaller: all layers hear alike",
     ]
     numbers: dict[str, Any] = {"norms": norms, "last_over_first": ratios}
@@ -56,10 +56,16 @@ def _gradients(place: str) -> list[float]:
 
 def _draw(norms: dict[str, list[float]]) -> Any:
     def draw(figure: "Figure") -> None:
+        from matplotlib.ticker import LogLocator, NullFormatter
+
         axes = figure.subplots()
         for place, found in norms.items():
             axes.plot(range(1, LAYERS + 1), found, marker="o", linewidth=2.5, label=place)
         axes.set(xlabel="layer", ylabel="gradient norm of down_proj", yscale="log")
+        axes.set_xticks(range(1, LAYERS + 1))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.legend()
 
     return draw

@@ -60,11 +60,10 @@ def _draw(figure: "Figure") -> None:
         "uniform": "uniform:\nln(vocab)", "expected": "expected:\n+ σ²·d/2", "initial": "measured",
         "unshifted": "targets\nnot shifted",
     }  # fmt: skip
-    bars = axes.bar(
-        list(names.values()), [found[name] for name in names], color=["grey", "grey", "tab:blue", "tab:red"]
-    )
-    axes.bar_label(bars, fmt="%.3f", padding=3)
-    low = min(found[name] for name in names)
-    axes.set(
-        ylabel="nats per token", ylim=(low - 0.5, found["expected"] + 0.3), title=f"vocabulary {VOCAB:,}, width {WIDTH}"
-    )
+    axes.axhline(found["uniform"], color="grey", linestyle="--")
+    for place, (name, color) in enumerate(zip(names, ("grey", "grey", "tab:blue", "tab:red"), strict=True)):
+        axes.plot(place, found[name], "o", markersize=16, color=color)
+        axes.annotate(f"{found[name]:.3f}", (place, found[name]), (0, 16), textcoords="offset points", ha="center")
+    axes.set_xticks(range(len(names)), list(names.values()))
+    axes.margins(x=0.15, y=0.2)
+    axes.set(ylabel="nats per token", title=f"vocabulary {VOCAB:,}, width {WIDTH}")

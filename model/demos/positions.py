@@ -66,13 +66,14 @@ def _by_distance(weights_qj: torch.Tensor) -> list[float]:
 
 def _draw(maps: dict[str, torch.Tensor], by_distance: dict[str, list[float]]) -> Any:
     def draw(figure: "Figure") -> None:
-        panels = figure.subplots(1, 4, width_ratios=[1, 1, 1, 1.3])
-        for axes, (name, weights) in zip(panels, maps.items(), strict=False):
-            axes.imshow(weights[:48, :48], cmap="viridis", vmin=0, vmax=0.15)
-            axes.set(title=name, xlabel="key", ylabel="query")
+        panels = figure.subplot_mosaic([list(maps), ["by distance"] * len(maps)], height_ratios=[1.1, 1])
+        for name, weights in maps.items():
+            image = panels[name].imshow(weights[:48, :48].numpy(), cmap="viridis", vmin=0, vmax=0.15)
+            panels[name].set(title=name, xlabel="key", ylabel="query")
+        figure.colorbar(image, ax=[panels[name] for name in maps], extend="max", label="weight")
         for name, found in by_distance.items():
-            panels[3].plot(found, linewidth=2.5, label=name)
-        panels[3].set(title="weight by distance", xlabel="tokens back", yscale="log")
-        panels[3].legend()
+            panels["by distance"].plot(found, linewidth=2.5, label=name)
+        panels["by distance"].set(xlabel="tokens back", ylabel="mean weight", yscale="log")
+        panels["by distance"].legend()
 
     return draw

@@ -51,7 +51,7 @@ def _at(x: torch.Tensor, position: int) -> torch.Tensor:
 
 def _draw(figure: "Figure") -> None:
     found = demo().numbers
-    left, middle, right = figure.subplots(1, 3)
+    left, middle, right = figure.subplots(1, 3, width_ratios=[1.3, 1, 1])
     for position, (x, y) in enumerate(found["turned"]):
         left.annotate("", (x, y), (0, 0), arrowprops={"arrowstyle": "->", "color": f"C{position}", "linewidth": 2})
         left.text(1.14 * x, 1.14 * y, str(position), ha="center", va="center", color=f"C{position}")
@@ -62,9 +62,7 @@ def _draw(figure: "Figure") -> None:
     middle.margins(y=0.4)
     middle.legend()
     for head_dim, waves in found["wavelengths"].items():
-        right.plot(
-            [2 * pair / int(head_dim) for pair in range(len(waves))], waves, linewidth=2.5, label=f"head_dim {head_dim}"
-        )
+        right.plot(waves, linewidth=2.5, label=f"head_dim {head_dim}")
     right.axhline(2048, color="grey", linestyle="--", label="a window of 2048")
-    right.set(title="tokens to come round once", xlabel="2i / head_dim", yscale="log")
+    right.set(title="tokens to come round once", xlabel="pair of dimensions", yscale="log")
     right.legend()

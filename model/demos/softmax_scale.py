@@ -1,4 +1,4 @@
-"""Why scores are divided by sqrt(head_dim): without it softmax saturates, and no gradient comes back."""
+"""Why scores are divided by sqrt(head_dim): without it one key takes all, and the others hear nothing."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -25,14 +25,16 @@ def demo() -> Demo:
             row |= {f"{name}_largest": largest, f"{name}_gradient": gradient}
         row["scaled_variance"] = row["variance"] / head_dim
         rows.append(row)
-    head = "head_dim   variance of q·k      largest weight      gradient through softmax"
-    lines = [head, "           plain    scaled      plain    scaled     plain       scaled"]
+    head = "head_dim   variance of q·k      largest weight      gradient at the median key"
+    lines = [head, "           plain    scaled      plain    scaled      plain      scaled"]
     lines += [
         f"{row['head_dim']:8d}  {row['variance']:7.1f}  {row['scaled_variance']:8.2f}  {row['plain_largest']:9.3f}"
-        f"  {row['scaled_largest']:8.3f}  {row['plain_gradient']:10.4f}  {row['scaled_gradient']:10.4f}"
+        f"  {row['scaled_largest']:8.3f}  {row['plain_gradient']:10.1e}  {row['scaled_gradient']:10.1e}"
         for row in rows
     ]
-    lines.append(f"means over {QUERIES} queries of {KEYS} keys; gradient: the norm of d softmax(s)[best] / d s")
+    lines.append(
+        f"over {QUERIES} queries of {KEYS} keys: mean weights, geometric mean of |d softmax(s)[best] / d s[key]|"
+    )
     numbers: dict[str, Any] = {"rows": rows}
     return Demo("Scores divided by √head_dim: softmax stays awake", tuple(lines), numbers, _draw)
 
@@ -45,12 +47,13 @@ def _scores(head_dim: int) -> torch.Tensor:
 
 
 def _softmax(scores_qj: torch.Tensor) -> tuple[float, float]:
-    """The mean largest weight, and the mean norm of its gradient: of weight p at i, p_i (δ_ij − p_j)."""
+    """The mean largest weight, and how it hears of the median key, a geometric mean: of p_i the gradient by score j is
+    p_i (δ_ij − p_j)."""
     weights = scores_qj.softmax(-1)
     largest, at = weights.max(-1, keepdim=True)
     jacobian = -largest * weights
     jacobian.scatter_add_(-1, at, largest)
-    return float(largest.mean()), float(jacobian.norm(dim=-1).mean())
+    return float(largest.mean()), float(jacobian.abs().median(dim=-1).values.log().mean().exp())
 
 
 def _draw(figure: "Figure") -> None:
@@ -59,7 +62,8 @@ def _draw(figure: "Figure") -> None:
     scores = _scores(128)
     for scale, label in ((1.0, "plain"), (1 / math.sqrt(128), "scaled")):
         weights = (scores * scale).softmax(-1).sort(-1, descending=True).values.mean(0)
-        left.plot(range(1, 21), weights[:20], marker="o", linewidth=2, label=label)
+        left.plot(range(1, 21), weights[:20].tolist(), marker="o", linewidth=2, label=label)
+    left.set_xticks(range(1, 21, 3))
     left.set(
         title="attention weights of a query, head_dim 128", xlabel="key, by rank", ylabel="mean weight", ylim=(0, 1)
     )
@@ -67,7 +71,11 @@ def _draw(figure: "Figure") -> None:
         gradients = [row[f"{name}_gradient"] for row in rows]
         right.plot(HEAD_DIMS, gradients, marker="o", linewidth=2, label=name)
     right.set(
-        title="what gradient softmax lets through", xlabel="head_dim", ylabel="norm", xscale="log", ylim=(0, None)
+        title="gradient at the median key",
+        xlabel="head_dim",
+        ylabel="gradient",
+        xscale="log",
+        yscale="log",
     )
     right.set_xticks(HEAD_DIMS, [str(dim) for dim in HEAD_DIMS])
     right.minorticks_off()

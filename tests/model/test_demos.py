@@ -95,7 +95,7 @@ def test_residual_init(numbers: Any) -> None:
 def test_kv_cache(numbers: Any) -> None:
     mib = 2**20
     assert [size / mib for size in numbers["wide"].values()] == [64, 16, 8, 2]
-    assert [size / mib for size in numbers["narrow"].values()] == [8, 4, 2, 0.625, 0.75]
+    assert [size / mib for size in numbers["narrow"].values()] == [8, 4, 2, 0.75, 0.625]
     assert numbers["0.5b"] == 36_864 * 2048
     assert numbers["0.5b multi-head"] == 3 * numbers["0.5b"]
 
@@ -134,7 +134,9 @@ def test_softmax_scale(numbers: Any) -> None:
         assert row["variance"] == pytest.approx(row["head_dim"], rel=0.1)
         assert row["scaled_variance"] == pytest.approx(1, rel=0.1)
         assert row["plain_largest"] > 2 * row["scaled_largest"]
-    assert numbers["rows"][-1]["plain_gradient"] < numbers["rows"][0]["plain_gradient"]
+    first, last = numbers["rows"][0], numbers["rows"][-1]
+    assert last["plain_gradient"] < 1e-3 * first["plain_gradient"]
+    assert last["scaled_gradient"] == pytest.approx(first["scaled_gradient"], rel=0.3)
 
 
 @pytest.mark.parametrize("numbers", ["tying"], indirect=True)

@@ -15,9 +15,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,10 +26,13 @@ from model.accounting import flops_per_token, kv_cache_bytes_per_token, paramete
 from pretrain.batching import steps_of
 from pretrain.chronicle import LAST_STEPS, Chronicle, read
 from pretrain.config import PROJECT_ROOT, RecipeError, RunConfig, to_toml
-from pretrain.figures import count, duration
-from pretrain.page import Table
+from pretrain.figures import duration
 from pretrain.run_directory import RunDirectory
 from pretrain.variants import Budget, Variant, cost
+
+if TYPE_CHECKING:
+    from pretrain.inspection import Inspected
+    from pretrain.pace import Pace
 
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # two-sided, 1 to 9 degrees of freedom
 MOST_SEEDS = len(T_95) + 1
@@ -154,22 +157,28 @@ def difference(losses: Sequence[float], others: Sequence[float]) -> Difference:
     return Difference(mean, error, "better" if mean < 0 else "worse")
 
 
-def results(ablation: Ablation, measured: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
-    """All figures, JSON-able. `measured`: gradient_norms and largest_logit of a finished run."""
+def results(ablation: Ablation, inspect: Callable[[Path], Inspected], paces: Sequence[Pace]) -> dict[str, Any]:
+    """All figures, JSON-able. `inspect` looks into a finished run; a pace for each variant."""
     rows: list[dict[str, Any]] = []
     target = cost(ablation.variants[0].model, ablation.budget)
-    for variant in ablation.variants:
+    for variant, pace in zip(ablation.variants, paces, strict=True):
         paths = [ablation.run_path(variant, seed) for seed in range(ablation.seeds)]
-        runs, inspected = [read(path) for path in paths], [measured(path) for path in paths]
+        runs, inspected = [read(path) for path in paths], [inspect(path) for path in paths]
         rows.append(
             {
                 **planned(variant, ablation.budget, target),
                 "training_loss": _spread([run.series.final_loss for run in runs]),
-                "heldout_loss": _spread([_heldout(run) for run in runs]),
-                "tokens_per_second": _spread([run.series.steady_rate for run in runs]),
+                "heldout_loss": _spread([heldout(run) for run in runs]),
+                "pace": asdict(pace),
+                "tokens_per_second_of_runs": _spread([run.series.steady_rate for run in runs]),
                 "gradient_norm": _spread([float(np.nanmean(run.series.grad_norm[-LAST_STEPS:])) for run in runs]),
-                "gradient_norms_by_layer": np.mean([one["gradient_norms"] for one in inspected], axis=0).tolist(),
-                "largest_attention_logit": _spread([one["largest_logit"] for one in inspected]),
+                "largest_attention_logit": _spread([one.largest_logit for one in inspected]),
+                "by_layer": {
+                    "gradient_norm": _mean([one.gradient_norms for one in inspected]),
+                    "largest_logit": _mean([one.activity.largest_logits for one in inspected]),
+                    "residual_rms": _mean([one.activity.residual_rms for one in inspected]),
+                    "dead_units": _mean([one.activity.dead_units for one in inspected]),
+                },
             }
         )
     for number, row in enumerate(rows):
@@ -184,6 +193,7 @@ def planned(variant: Variant, budget: Budget, target: int) -> dict[str, Any]:
     model = variant.model
     return {
         "name": variant.name,
+        "label": variant.label,
         "choices": dict(variant.choices),
         "brought": dict(variant.brought),
         "d_ff": model.d_ff,
@@ -195,7 +205,7 @@ def planned(variant: Variant, budget: Budget, target: int) -> dict[str, Any]:
     }
 
 
-def _heldout(run: Chronicle) -> float:
+def heldout(run: Chronicle) -> float:
     last = run.last()
     value = None if last is None else last.get("loss")
     return float("nan") if value is None else float(value)
@@ -209,110 +219,14 @@ def _spread(values: Sequence[float]) -> dict[str, Any]:
     return {"mean": mean if math.isfinite(mean) else None, "deviation": deviation, "each": each}
 
 
+def _mean(by_seed: Sequence[Sequence[float]]) -> list[float | None]:
+    """Over seeds, a number a layer; null where it is not finite."""
+    means = np.mean(np.array(by_seed, dtype=np.float64), axis=0)
+    return [float(one) if math.isfinite(one) else None for one in means]
+
+
 def _apart(row: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     pair = [[math.nan if one is None else one for one in which["heldout_loss"]["each"]] for which in (row, other)]
     found = difference(*pair)
     mean = found.mean if math.isfinite(found.mean) else None
     return {"mean": mean, "standard_error": found.standard_error, "verdict": found.verdict}
-
-
-# ---------------------------------------------------------------- tables
-
-
-def plan_table(ablation: Ablation) -> Table:
-    target = cost(ablation.variants[0].model, ablation.budget)
-    rows = []
-    for variant in ablation.variants:
-        row = planned(variant, ablation.budget, target)
-        brought = ", ".join(f"{key} = {value}" for key, value in variant.brought.items())
-        rows.append([*_head(row), count(row["flops_per_token"] * ablation.tokens), brought])
-    head = ["variant", "d_ff", "layers", "parameters", f"off in {ablation.budget}", "FLOPs/token", "KV bytes/token"]
-    return Table([*head, "FLOPs a run", "and with it"], rows, range(1, 8))
-
-
-def _head(row: Mapping[str, Any]) -> list[str]:
-    sizes = [f"{row['d_ff']:,}", str(row["n_layers"]), f"{row['parameters']:,}", f"{row['off_budget']:+.2%}"]
-    return [row["name"], *sizes, count(row["flops_per_token"]), f"{row['kv_bytes_per_token']:,}"]
-
-
-def result_tables(found: Mapping[str, Any]) -> list[Table]:
-    """What was learnt, with differences and verdicts; what it cost."""
-    of_row = any(row["from_row_before"] for row in found["variants"])
-    learnt, cost_of = [], []
-    for row in found["variants"]:
-        cells = [row["name"], _shown(row["training_loss"]), _shown(row["heldout_loss"]), *_told(row["from_reference"])]
-        learnt.append([*cells, *(_told(row["from_row_before"]) if of_row else ())])
-        norms = " ".join(f"{one:.2g}" for one in row["gradient_norms_by_layer"])
-        rate = row["tokens_per_second"]["mean"]
-        logit, norm = row["largest_attention_logit"], row["gradient_norm"]
-        cost_of.append([*_head(row), count(rate), _shown(norm, 2), norms, _shown(logit, 1)])
-    number = len(found["seeds"])
-    seeds = "one seed" if number == 1 else f"mean ± standard deviation over {number} seeds"
-    head = ["variant", "training loss", "held-out loss", "from the reference", "verdict"]
-    head += ["from the row before", "verdict"] if of_row else []
-    head_cost = ["variant", "d_ff", "layers", "parameters", f"off in {found['budget']}", "FLOPs/token"]
-    head_cost += ["KV bytes/token", "tokens/s", "gradient norm", "by layer", "largest logit"]
-    title = f"{found['tokens']:,} tokens a run; {seeds}; differences of held-out loss ± standard error"
-    return [Table(head, learnt, (1, 2, 3, 5), title), Table(head_cost, cost_of, range(1, 11))]
-
-
-def _shown(spread: Mapping[str, Any], digits: int = 4) -> str:
-    if spread["mean"] is None:
-        return "not finite"
-    noise = "" if spread["deviation"] is None else f" ± {spread['deviation']:.{digits}f}"
-    return f"{spread['mean']:.{digits}f}{noise}"
-
-
-def _told(apart: Mapping[str, Any] | None) -> tuple[str, str]:
-    if apart is None:
-        return "", "reference"
-    if apart["mean"] is None:
-        return "", apart["verdict"]
-    error = "" if apart["standard_error"] is None else f" ± {apart['standard_error']:.4f}"
-    return f"{apart['mean']:+.4f}{error}", apart["verdict"]
-
-
-def markdown(tables: Sequence[Table]) -> str:
-    parts = []
-    for table in tables:
-        lines = [table.title, ""] if table.title else []
-        lines.append("| " + " | ".join(table.head) + " |")
-        lines.append("|" + "|".join("---:" if at in table.numbers else "---" for at in range(len(table.head))) + "|")
-        lines += ["| " + " | ".join(row) + " |" for row in table.rows]
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts) + "\n"
-
-
-# ---------------------------------------------------------------- picture
-
-
-def draw(ablation: Ablation, path: Path) -> None:
-    """Training loss over tokens, the mean of the seeds with a band from lowest to highest; held-out differences."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    from pretrain.plots import smooth
-
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    curves, points = figure.subplots(1, 2, width_ratios=(3, 2))
-    finals: list[list[float]] = []
-    for number, variant in enumerate(ablation.variants):
-        runs = [read(ablation.run_path(variant, seed)) for seed in range(ablation.seeds)]
-        finals.append([_heldout(run) for run in runs])
-        steps = min(len(run.series) for run in runs)
-        window = max(1, steps // 25) | 1
-        losses = np.array([smooth(run.series.loss[:steps], window) for run in runs])
-        tokens = runs[0].series.tokens[:steps]
-        colour = colormaps["viridis"](number / max(len(ablation.variants) - 1, 1) * 0.92)
-        curves.plot(tokens, losses.mean(axis=0), color=colour, label=variant.name, linewidth=1.5)
-        curves.fill_between(tokens, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.2, linewidth=0)
-        apart = [one - other for one, other in zip(finals[-1], finals[0], strict=True)]
-        points.plot(apart, [number] * len(apart), "o", color=colour, markersize=6)
-    curves.set(xlabel="tokens", ylabel="training loss, nats a token", title="mean of seeds, band: lowest to highest")
-    curves.legend(frameon=False, fontsize=8)
-    points.axvline(0.0, color="grey", linewidth=0.8)
-    points.set_yticks(range(len(ablation.variants)), [variant.name for variant in ablation.variants])
-    points.invert_yaxis()
-    points.set(xlabel=f"nats a token more than {ablation.variants[0].name}", title="held-out loss, a point a seed")
-    points.locator_params(axis="x", nbins=5)
-    figure.savefig(path, dpi=120)

@@ -44,12 +44,21 @@ CLASSIC = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One model of an ablation; `choices` are what it was asked to be, `brought` what these needed."""
+    """One model of an ablation; `choices` are what it was asked to be, `brought` what these needed.
+
+    `replaces`: what of the row above a ladder's row does not keep, in words.
+    """
 
     name: str
     choices: Mapping[str, Any]
     brought: Mapping[str, Any]
     model: ModelConfig
+    replaces: str = ""
+
+    @property
+    def label(self) -> str:
+        """For people; `name` is the folder's."""
+        return f"{self.name} for {self.replaces}" if self.replaces else self.name
 
 
 def read_axis(text: str) -> tuple[str, list[Any]]:
@@ -112,7 +121,7 @@ def ladder(base: ModelConfig) -> list[Variant]:
     for name, change in rows:
         choices = {**choices, **change}
         made.append(variant(name, base, choices))
-    return made
+    return [replace(one, replaces="GQA, QK-Norm") if one.name == "MLA" else one for one in made]
 
 
 def _fewer(heads: int) -> int:

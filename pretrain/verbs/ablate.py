@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -59,6 +58,7 @@ def ablate(
     Started again, it goes on; what is finished is not trained again.
     """
     from pretrain import ablate as ablation_of
+    from pretrain import ablation_report as report_of
     from pretrain import variants as variants_of
     from pretrain.config import RecipeError, load_recipe
     from pretrain.figures import count, counted
@@ -72,7 +72,7 @@ def ablate(
     out = out or Path("runs") / f"{recipe.stem}-ablation"
     ablation = ablation_of.Ablation(config, made, seeds, budget.value, out, is_ladder)
     if not as_json:
-        print(ablation_of.plan_table(ablation).to_text())
+        print(report_of.plan_table(ablation).to_text())
         trained = f"{len(made)} variants × {counted(seeds, 'seed')} × {ablation.tokens:,} tokens"
         print(f"{trained}, {count(ablation.flops)} FLOPs in all")
     if dry_run:
@@ -86,19 +86,23 @@ def ablate(
     from data_pipeline.durable import write_file
     from pretrain.inputs import Inputs
     from pretrain.inspection import inspect
+    from pretrain.pace import paces
+    from pretrain.runtime import pick_device
 
     warnings.simplefilter("ignore")  # what a model warns of, the recipe has just said
     for variant in made:
         Inputs.check(ablation.config(variant, 0), 1)
     ablation_of.write_recipes(ablation)
     ablation_of.train(ablation, lambda line: print(line, file=sys.stderr, flush=True))
-    found = ablation_of.results(ablation, lambda run: asdict(inspect(run)))
-    tables = ablation_of.result_tables(found)
+    speeds = paces(config, [one.model for one in made], pick_device(0))
+    found = ablation_of.results(ablation, inspect, speeds)
+    tables = report_of.result_tables(found)
     write_file(out / "results.json", json.dumps(found, indent=2, allow_nan=False).encode())
-    write_file(out / "results.md", ablation_of.markdown(tables).encode())
-    ablation_of.draw(ablation, out / "results.png")
+    write_file(out / "results.md", report_of.markdown(tables).encode())
+    report_of.draw_learnt(ablation, out / "results.png")
+    report_of.draw_inside(found, out / "inside.png")
     if as_json:
         print(json.dumps(found, indent=2, allow_nan=False))
         return
     print("\n".join(table.to_text() for table in tables))
-    print(f"written: {out}/results.json, results.md, results.png")
+    print(f"written: {out}/results.json, results.md, results.png, inside.png")

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.image import imread
 
-from model.accounting import flops_per_token, parameter_count
+from model.accounting import flops_per_token, kv_cache_bytes_per_token, parameter_count
+from model.cache import KVCache
+from pretrain import pace
 from pretrain.ablate import Ablation, difference, results, train, write_recipes
+from pretrain.ablation_report import draw_inside, draw_learnt, markdown, result_tables
+from pretrain.chronicle import read
 from pretrain.config import RecipeError, load_recipe, parse_recipe, to_toml
-from pretrain.inspection import inspect, largest_score
+from pretrain.inspection import Activity, Inspected, inspect
+from pretrain.pace import Pace, paces
 from pretrain.variants import fit, ladder, product, read_axis, variant
 from tests.command_line import run_command
 from tests.pretrain.recipe import recipe
@@ -22,6 +29,9 @@ from tests.pretrain.written_run import train as step
 
 MODEL = recipe().model  # mini: d_model 512, 12 layers, 8 heads, 2 kv heads, head_dim 64, d_ff 1408
 ENVIRONMENT = {**os.environ, "PYTHONUTF8": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+
+INSPECTED = Inspected([1.0, float("inf")], 5.0, Activity([4.0, 5.0], [0.0, 0.25], [0.0, 0.0], [0.5, 2.0]))
 
 
 def test_every_combination_the_last_axis_fastest():
@@ -72,6 +82,7 @@ def test_a_ladder_changes_one_thing_a_row():
         {"residual", "n_streams"},
     ]  # fmt: skip
     assert rows[6] == MODEL
+    assert [one.label for one in ladder(MODEL)][7:] == ["QK-Norm", "MLA for GQA, QK-Norm", "hyper"]
 
 
 def test_verdicts_by_hand():
@@ -93,7 +104,8 @@ def test_results_of_made_runs(tmp_path: Path):
         for seed, heldout in enumerate(losses):
             records = [step(at, loss=4.0 + seed) for at in range(1, 4)]
             write_run(ablation.run_path(one, seed), [*records, evaluation(3, loss=heldout)])
-    found = results(ablation, lambda run: {"gradient_norms": [1.0, 3.0], "largest_logit": 5.0})
+    speeds = [Pace(100.0, 1.0, 1.0, 1.0), Pace(90.0, 0.9, 0.8, 0.95)]
+    found = results(ablation, lambda run: INSPECTED, speeds)
     first, second = found["variants"]
     assert first["training_loss"]["mean"] == 4.5
     assert first["heldout_loss"]["mean"] == pytest.approx(3.1)
@@ -102,24 +114,27 @@ def test_results_of_made_runs(tmp_path: Path):
     assert second["from_reference"]["standard_error"] == pytest.approx(0.005)
     assert second["from_reference"]["verdict"] == "better"
     assert (found["seeds"], found["tokens"]) == ([1, 2], 100 * 32 * 1024)
-    assert first["gradient_norms_by_layer"] == [1.0, 3.0]
-
-
-def test_scores_that_no_query_sees_do_not_count():
-    q = torch.tensor([[1.0, 0.0], [2.0, 0.0]]).view(1, 1, 2, 2)
-    k = torch.tensor([[3.0, 0.0], [-4.0, 0.0]]).view(1, 1, 2, 2)
-    assert largest_score(q, k, None) == pytest.approx(8 / 2**0.5)
-    k[0, 0, 1] = 0
-    assert largest_score(q, k, None) == pytest.approx(6 / 2**0.5)
-    q[0, 0, 1], k[0, 0, 1] = 0, torch.tensor([99.0, 0.0])  # only the first query would meet it, and may not
-    assert largest_score(q, k, None) == pytest.approx(3 / 2**0.5)
+    assert first["by_layer"]["gradient_norm"] == [1.0, None]
+    assert first["by_layer"]["largest_logit"] == [4.0, 5.0]
+    assert second["pace"] == {"tokens_per_second": 90.0, "ratio": 0.9, "lowest": 0.8, "highest": 0.95}
+    learnt, cost, inside = (table.rows[1] for table in result_tables(found))
+    assert learnt == ["qk_norm=true", "4.5000 ± 0.7071", "2.9050 ± 0.1485", "-0.1950 ± 0.0050", "better"]
+    assert cost[6:] == ["6,144", "90", "0.90 (0.80 to 0.95)"]
+    assert inside[2:] == ["1 ?", "5.0 ± 0.0", "4 5", "0.5 2", "0% 25%"]
+    assert "| qk_norm=true | 4.5000 ± 0.7071 |" in markdown(result_tables(found))
+    draw_learnt(ablation, tmp_path / "learnt.png")
+    draw_inside(found, tmp_path / "inside.png")
+    for name in ("learnt.png", "inside.png"):
+        assert imread(tmp_path / name)[..., :3].std() > 0.05, "a picture with something on it"
 
 
 def test_a_real_one(tiny_recipe, tmp_path: Path):
-    """Two variants through the trainer; started again, nothing is trained; another question is refused."""
-    config = parse_recipe(tiny_recipe(schedule={"max_steps": 3}, checkpoint={"every_steps": 3}))
-    made = fit(product(config.model, [read_axis("attention=gqa,mla")]), "parameters", "d_ff")
-    ablation = Ablation(config, made, 1, "parameters", tmp_path / "out")
+    """Two variants of one budget of FLOPs through the trainer, which did as many; documents do not see each other, in
+    training and where it is looked into. Started again, nothing is trained; another question is refused."""
+    tables = tiny_recipe(schedule={"max_steps": 3}, checkpoint={"every_steps": 3}, data={"packing": "concat_masked"})
+    config = parse_recipe(tables)
+    made = fit(product(config.model, [read_axis("attention=gqa,mla")]), "flops", "d_ff")
+    ablation = Ablation(config, made, 1, "flops", tmp_path / "out")
     said: list[str] = []
 
     def start(path: Path, run: Path) -> int:
@@ -136,15 +151,42 @@ def test_a_real_one(tiny_recipe, tmp_path: Path):
 
     train(ablation, said.append, refuse)
     assert said[-1] == "2 of 2 runs are finished already"
+    done = [float(read(ablation.run_path(one, 0)).series.flops[-1]) for one in made]
+    assert done[0] == pytest.approx(ablation.tokens * flops_per_token(config.model).causal)
+    wider = replace(made[1].model, d_ff=made[1].model.d_ff + 1)
+    unit = flops_per_token(wider).causal - flops_per_token(made[1].model).causal
+    assert abs(done[1] - done[0]) <= ablation.tokens * unit / 2, "within half a unit of d_ff"
+    assert made[1].model.d_ff != config.model.d_ff
     for one in made:
         assert load_recipe(ablation.run_path(one, 0) / "recipe.toml").model == one.model
         inspected = inspect(ablation.run_path(one, 0))
-        assert len(inspected.gradient_norms) == 2
+        assert len(inspected.gradient_norms) == len(inspected.activity.residual_rms) == 2
         assert all(norm > 0 for norm in inspected.gradient_norms)
         assert inspected.largest_logit > 0
-    other = Ablation(config.model_copy(update={"compile": True}), made, 1, "parameters", tmp_path / "out")
+    other = Ablation(config.model_copy(update={"seed": 5}), made, 1, "flops", tmp_path / "out")
+    clash = Ablation(config.model_copy(update={"compile": not config.compile}), made, 1, "flops", tmp_path / "out")
+    write_recipes(other)
     with pytest.raises(RecipeError, match="another ablation"):
-        write_recipes(other)
+        write_recipes(clash)
+
+
+def test_paces_are_compared_within_a_round(monkeypatch):
+    """A round in which all takes ten times as long changes rates, not ratios."""
+    turns = iter([1.0, 2.0, 10.0, 25.0, 1.0, 2.0])
+    monkeypatch.setattr(pace, "_turn", lambda *_: next(turns))
+    first, second = paces(recipe(), [MODEL, MODEL], torch.device("cpu"), rounds=3)
+    assert (first.ratio, first.lowest, first.highest) == (1.0, 1.0, 1.0)
+    assert (second.ratio, second.lowest, second.highest) == (0.5, 0.4, 0.5)
+    assert (first.tokens_per_second, second.tokens_per_second) == (4 * 1024, 4 * 1024 / 2)
+
+
+def test_every_row_of_a_ladder_has_a_pace_and_a_cache_as_large_as_is_said(tiny_recipe):
+    config = parse_recipe(tiny_recipe(batch={"micro_batch_size": 1}, precision={"compute": "auto"}))
+    models = [one.model for one in ladder(config.model)]
+    assert all(one.tokens_per_second > 0 for one in paces(config, models, torch.device("cpu"), rounds=1))
+    for model in models:
+        cache = KVCache(model, batch_size=1, max_tokens=64, dtype=torch.bfloat16)
+        assert cache.nbytes == 64 * kv_cache_bytes_per_token(model)
 
 
 def test_a_run_that_fails_is_told(tmp_path: Path):

@@ -338,7 +338,7 @@ class HealthTable(_Table):
     roll_backs: NotNegative = 3  # of a run; then it stops
     save_batch: bool = True  # the documents of an alarm's step, as text
     observe_every_steps: Positive = 100  # one micro-batch of such a step is looked into
-    update_ratio_above: PositiveRate = 0.1  # norm of a matrix's update over its own
+    update_ratio_above: PositiveRate = 1.0  # norm of a matrix's update over its own
     attention_logit_above: PositiveRate = 100.0
     dead_units_above: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9  # of a block's feed-forward
     hash_every_steps: Positive = 100  # the weights of all ranks are compared

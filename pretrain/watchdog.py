@@ -56,6 +56,25 @@ class Hang:
     detail: str
 
 
+class Stillness:
+    """How long a rank has stood still, by looks at it now and then."""
+
+    def __init__(self, progress: Progress, at: float, most_seconds: float) -> None:
+        """No look counts for more than `most_seconds`: a machine that slept, or was stopped, did not hang meanwhile."""
+        self.seconds = 0.0  # since it last got on
+        self.longest_seconds = 0.0  # that it stood still and got on again
+        self._seen, self._at, self._most_seconds = progress, at, most_seconds
+
+    def look(self, progress: Progress, at: float) -> bool:
+        """Whether it got on since the look before."""
+        before, self._at = self._at, at
+        if progress == self._seen:
+            self.seconds += min(at - before, self._most_seconds)
+            return False
+        self.longest_seconds, self.seconds, self._seen = max(self.longest_seconds, self.seconds), 0.0, progress
+        return True
+
+
 class Watchdog:
     """One rank's. Entered, it watches until it is left."""
 
@@ -93,23 +112,17 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        seen, stood, longest, hangs = self._progress(), 0.0, 0.0, False
-        at = time.monotonic()
+        still = Stillness(self._progress(), time.monotonic(), 2 * self._look_seconds)
+        hangs = False
         while not self._ended.wait(self._look_seconds):
-            before, at = at, time.monotonic()
-            current = self._progress()
-            if current != seen:
+            progress = self._progress()
+            if still.look(progress, time.monotonic()):
                 if hangs:
                     self._over()
-                else:
-                    longest = max(longest, stood)
-                seen, stood, hangs = current, 0.0, False
-                continue
-            # No more than two looks at a time: a machine that slept, or was stopped, did not hang meanwhile.
-            stood += min(at - before, 2 * self._look_seconds)
-            if not hangs and stood >= self._seconds + longest:
+                hangs = False
+            elif not hangs and still.seconds >= self._seconds + still.longest_seconds:
                 hangs = True
-                self._hangs(current, stood)
+                self._hangs(progress, still.seconds)
 
     def _hangs(self, progress: Progress, stood: float) -> None:
         step, path = progress.step, stacks_path(self._folder, progress.step, self._rank)

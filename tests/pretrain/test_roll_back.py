@@ -1,0 +1,215 @@
+"""Going back in real runs on two ranks: bit for bit a fresh start with the same step left out, killed anywhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_pipeline.steps import Steps
+from pretrain.checkpoint import measured_at, saved
+from pretrain.left_out import RollBack, abandoned, known_to, read, steps_left_out, write
+from pretrain.metrics import read_metrics
+from pretrain.run_directory import RunDirectoryError
+from pretrain.state import Measured
+from tests.pretrain.test_health_run import (
+    BACK,
+    BAD,
+    STEPS,
+    Leg,
+    Told,
+    alarms_of,
+    legs_case,
+    records_of,
+    saved_steps,
+    tables_of,
+)
+from tests.pretrain.test_resume import assert_same_checkpoint
+from tests.ranks import run_ranks
+
+Tables = Callable[..., dict[str, Any]]
+STAGES = (0, 1, 2, 3)
+BACKWARDS: dict[str, Any] = {"loss_spike": "roll_back"}
+THROUGH = [*range(1, BAD + 1), *range(BACK + 1, BAD), *range(BAD + 1, STEPS + 1)]
+STRUCK = {  # behind which part of a roll back the process is lost: the steps that the next start runs
+    "loaded": [BAD, *range(BACK + 1, BAD), *range(BAD + 1, STEPS + 1)],
+    "recorded": [*range(BACK + 1, BAD), *range(BAD + 1, STEPS + 1)],
+    "cleared": [*range(BACK + 1, BAD), *range(BAD + 1, STEPS + 1)],
+}
+
+
+class Made:
+    """The runs of this file, in three launches of two ranks."""
+
+    def __init__(self, home: Path, tiny_recipe: Tables) -> None:
+        self.home = home
+        self.told: dict[str, tuple[Told, Told]] = {}
+        bad = {BAD: 9.0}
+        one = tables_of(tiny_recipe, 2, **BACKWARDS)
+        twice = {**bad, BAD + 3: 9.0}
+        whole = {f"zero{stage}": tables_of(tiny_recipe, stage, **BACKWARDS) for stage in STAGES}
+        self._launch(
+            {name: Leg(tables, self.of(name), bad) for name, tables in whole.items()}
+            | {f"fresh-{name}": Leg(tables, self.of(f"fresh-{name}"), end=BACK) for name, tables in whole.items()}
+            | {at: Leg(one, self.of(at), bad, struck_in=at) for at in STRUCK}
+            | {
+                "twice": Leg(one, self.of("twice"), twice),
+                "too-often": Leg(tables_of(tiny_recipe, 2, **BACKWARDS, roll_backs=1), self.of("too-often"), twice),
+                "marked": Leg(one, self.of("marked"), bad, {BACK: 3000.0}),
+            }
+        )
+        for name in whole:
+            shutil.copy(self.of(name) / "roll_backs.json", self.of(f"fresh-{name}"))
+        earlier = self.of("earlier") / "checkpoints"
+        shutil.copytree(self.of("zero2"), self.of("earlier"))
+        for step in range(6, STEPS + 1, 2):
+            shutil.rmtree(earlier / f"step-{step:08d}")
+        self._launch(
+            {f"fresh-{name}": Leg(tables, self.of(f"fresh-{name}"), bad) for name, tables in whole.items()}
+            | {at: Leg(one, self.of(at), bad) for at in STRUCK}
+            | {"earlier": Leg(one, self.of("earlier"), bad)}
+        )
+
+    def of(self, name: str) -> Path:
+        return self.home / name
+
+    def _launch(self, legs: dict[str, Leg]) -> None:
+        first, second = run_ranks(2, legs_case, [*legs.values()])
+        self.told.update(zip(legs, zip(first, second, strict=True), strict=True))
+
+
+@pytest.fixture(scope="module")
+def made(tiny_recipe: Tables, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(tmp_path_factory.mktemp("back"), tiny_recipe)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_goes_back_and_leaves_the_step_out(stage: int, made: Made) -> None:
+    run = made.of(f"zero{stage}")
+    assert made.told[f"zero{stage}"] == (("finished", THROUGH), ("finished", THROUGH))
+    assert alarms_of(run) == [(BAD, "loss_spike", "roll_back")]
+    (one,) = read(run / "roll_backs.json")
+    assert (one.step, one.condition, one.to_step) == (BAD, "loss_spike", BACK)
+    assert (one.first_sample, one.samples) == (8 * (BAD - 1), 8)
+    (record,) = records_of(run, "roll_back")
+    assert (record["step"], record["alarm_step"], record["left_out"]) == (BACK, BAD, [BAD])
+    assert [(left["step"], left["first_sample"], left["samples"]) for left in records_of(run, "left_out")] == [
+        (BAD, 8 * (BAD - 1), 8)
+    ]
+    assert saved_steps(run) == [*range(2, STEPS + 1, 2)]
+    last = run / "checkpoints" / f"step-{STEPS:08d}"
+    assert known_to(last) == (one,)
+    assert known_to(run / "checkpoints" / f"step-{BACK:08d}") == ()
+    state = json.loads((last / "state.json").read_text())
+    assert (state["consumed_samples"], state["tokens_seen"]) == (8 * STEPS, 8 * 32 * (STEPS - 1))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_it_is_bit_for_bit_a_fresh_start_with_the_same_step_left_out(stage: int, made: Made) -> None:
+    """Of the fresh one the first seven steps were run without any fault, in a process that was then lost."""
+    assert made.told[f"fresh-zero{stage}"][0].ran == [*range(BACK + 1, BAD), *range(BAD + 1, STEPS + 1)]
+    one, other = made.of(f"zero{stage}"), made.of(f"fresh-zero{stage}")
+    for step in range(2, STEPS + 1, 2):
+        name = f"step-{step:08d}"
+        assert_same_checkpoint(one / "checkpoints" / name, other / "checkpoints" / name)
+    losses = [{a["step"]: a["loss"] for a in read_metrics(run / "metrics.jsonl")} for run in (one, other)]
+    losses[0].pop(BAD)  # of the first pass
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("at", STRUCK)
+def test_killed_within_a_roll_back_the_next_start_ends_where_it_would_have(at: str, made: Made) -> None:
+    run = made.of(at)
+    assert made.told[at] == (("finished", STRUCK[at]),) * 2
+    assert len(read(run / "roll_backs.json")) == 1
+    assert saved_steps(run) == [*range(2, STEPS + 1, 2)]
+    name = f"checkpoints/step-{STEPS:08d}/weights.safetensors"
+    assert (run / name).read_bytes() == (made.of("zero2") / name).read_bytes()
+
+
+def test_a_start_from_before_the_alarm_leaves_the_step_out_too(made: Made) -> None:
+    run = made.of("earlier")
+    assert made.told["earlier"][0] == ("finished", [*range(5, BAD), *range(BAD + 1, STEPS + 1)])
+    name = f"checkpoints/step-{STEPS:08d}/weights.safetensors"
+    assert (run / name).read_bytes() == (made.of("zero2") / name).read_bytes()
+
+
+def test_a_run_goes_back_as_often_as_it_may(made: Made) -> None:
+    run, later = made.of("twice"), BAD + 3
+    again = [*range(BAD + 2, later), *range(later + 1, STEPS + 1)]
+    assert made.told["twice"][0] == ("finished", [*THROUGH[: THROUGH.index(later) + 1], *again])
+    assert [(one.step, one.to_step) for one in read(run / "roll_backs.json")] == [(BAD, BACK), (later, BAD + 1)]
+    outcome = made.told["too-often"][0].outcome
+    assert outcome.startswith(f"step {later}: loss_spike ")
+    assert "the run has gone back 1 times, health.roll_backs is 1; nothing of this step was saved" in outcome
+    assert saved_steps(made.of("too-often")) == [2, 4, 6, 8, 10]
+
+
+def test_a_checkpoint_with_an_alarm_is_passed_over(made: Made) -> None:
+    """Of the step before the last healthy one, saved under the alarm of a gradient norm that was only warned of."""
+    run = made.of("marked")
+    assert made.told["marked"][0].outcome == "finished"
+    assert alarms_of(run)[:2] == [(BACK, "grad_norm_spike", "warn"), (BAD, "loss_spike", "roll_back")]
+    (one,) = read(run / "roll_backs.json")
+    assert one.to_step == BACK - 2
+    marked = run / "checkpoints" / f"step-{BACK:08d}"  # of the second pass, which meets it again
+    assert measured_at(marked)["alarms"] == ["grad_norm_spike"]
+    assert measured_at(marked)["healthy"] is True, "its numbers are finite, and a run may be resumed from it"
+    assert not saved(marked).healthy
+
+
+# ---------------------------------------------------------------- by hand
+
+ORDER = {"seq_len": 32, "content_sha256": "ab"}
+MADE = RollBack(9, "loss_spike", 6, 64, 8, 32, "ab", at="2026-01-01T00:00:00.000+00:00")
+
+
+def test_a_step_is_left_out_as_long_as_it_reads_the_same_samples() -> None:
+    steps = Steps(8)
+    assert RollBack.behind(9, "loss_spike", 6, steps, ORDER) == replace(MADE, at=RollBack.behind(
+        9, "loss_spike", 6, steps, ORDER
+    ).at)  # fmt: skip
+    assert steps_left_out([MADE], steps, ORDER) == {9}
+    assert steps_left_out([MADE], Steps(4), ORDER) == set()
+    assert steps_left_out([MADE], Steps(8, ((16, 4),)), ORDER) == set(), "a ramp before it moves its samples"
+    assert steps_left_out([MADE], Steps(4, ((80, 8),)), ORDER) == {9}
+    assert steps_left_out([MADE], steps, {**ORDER, "seq_len": 64}) == set()
+    assert steps_left_out([MADE], steps, {**ORDER, "content_sha256": "cd"}) == set()
+
+
+def test_what_was_left_behind_is_told_from_what_came_later(tmp_path: Path) -> None:
+    for step, known in ((4, []), (6, []), (8, []), (10, [MADE])):
+        folder = tmp_path / f"step-{step:08d}"
+        folder.mkdir()
+        (folder / "manifest.json").write_text("{}")
+        health = {"roll_backs": [vars(one) for one in known]}
+        (folder / "state.json").write_text(json.dumps({"health": health}))
+    assert abandoned(tmp_path, ()) == []
+    assert abandoned(tmp_path, (MADE,)) == ["step-00000008"]
+    later = replace(MADE, step=11, to_step=4)
+    assert abandoned(tmp_path, (MADE, later)) == ["step-00000006", "step-00000008", "step-00000010"]
+
+
+def test_a_damaged_record_is_told_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "roll_backs.json"
+    assert read(path) == ()
+    write(path, (MADE,))
+    assert read(path) == (MADE,)
+    for text in ("{", "[]", '{"roll_backs": [{"step": 9}]}', path.read_text().replace("9", '"9"', 1)):
+        path.write_text(text)
+        with pytest.raises(RunDirectoryError, match=r"roll_backs.json is damaged: restore it"):
+            read(path)
+
+
+def test_what_a_step_measured_is_told_by_a_later_checkpoint() -> None:
+    one = Measured(2.0, 1.0, alarms=("loss_spike",))
+    told = one.to_dict(finite=True)
+    assert told == {"loss": 2.0, "grad_norm": 1.0, "heldout_loss": None, "healthy": True, "alarms": ["loss_spike"]}
+    assert Measured.of(told) == one
+    assert Measured.of({}).to_dict(finite=True)["healthy"], "no step yet, and nothing is wrong"
+    assert "alarms" not in Measured(2.0, 1.0).to_dict(finite=True)

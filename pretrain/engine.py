@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pretrain.config import Compute, RunConfig
+from pretrain.one_rank import leave_out_reductions
 from pretrain.resolve import zero_stage
 
 if TYPE_CHECKING:
@@ -131,6 +132,8 @@ class TrainingEngine:
         self._engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=dict(resolved), dist_init_required=False
         )
+        if ranks.world_size == 1:
+            leave_out_reductions(self._engine)
         if self.zero_stage == 0:
             optimizer.state.clear()
         elif isinstance(optimizer, OrthogonalizingAdamW):

@@ -483,7 +483,8 @@ def to_toml(config: RunConfig) -> str:
         elif value is not None:
             lines.append(f"{name} = {_toml_value(value)}")
     for name, table in tables.items():
-        lists = {key: table.pop(key) for key, value in list(table.items()) if isinstance(value, tuple)}
+        of_tables = [key for key, value in table.items() if isinstance(value, tuple) and not _are_texts(value)]
+        lists = {key: table.pop(key) for key in of_tables}
         lines += ["", f"[{name}]"]
         lines += [f"{key} = {_toml_value(value)}" for key, value in table.items()]
         for key, entries in lists.items():
@@ -491,6 +492,10 @@ def to_toml(config: RunConfig) -> str:
                 lines += ["", f"[[{name}.{key}]]"]
                 lines += [f"{inner} = {_toml_value(value)}" for inner, value in entry.items()]
     return "\n".join(lines) + "\n"
+
+
+def _are_texts(values: Sequence[object]) -> bool:
+    return len(values) > 0 and all(isinstance(value, str) for value in values)
 
 
 def new_values(earlier: str, recipe: str) -> list[str]:

@@ -473,21 +473,32 @@ class TrainingEngine:
 
         In a `snapshot` that has DeepSpeed's files they take no more room, unless ZeRO-3 has to gather them.
         """
+        weights: dict[str, Tensor] = {}
+        for name, parameter in self.weights():
+            if not self.ranks.is_first:
+                continue
+            if snapshot is None:
+                weights[name] = parameter.detach().to("cpu", copy=True).contiguous()
+            elif self.zero_stage == 3:
+                weights[name] = snapshot.take_alone(parameter)
+            else:
+                weights[name] = snapshot.take(parameter.detach())
+        return weights
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter by name, whole until the next is asked for: under ZeRO-3 one at a time keeps memory flat."""
         import deepspeed
 
-        weights: dict[str, Tensor] = {}
         for name, parameter in self._engine.module.named_parameters():
-            # Under ZeRO-3 a parameter is whole only inside this context; one at a time keeps memory flat.
             with deepspeed.zero.GatheredParameters([parameter], enabled=self.zero_stage == 3):
-                if not self.ranks.is_first:
-                    continue
-                if snapshot is None:
-                    weights[name] = parameter.detach().to("cpu", copy=True).contiguous()
-                elif self.zero_stage == 3:
-                    weights[name] = snapshot.take_alone(parameter)
-                else:
-                    weights[name] = snapshot.take(parameter.detach())
-        return weights
+                yield name, parameter
+
+    @property
+    def gradient_factor(self) -> float:
+        """What makes a micro-step's gradient, as backward gives it, as large as the step's: DeepSpeed has divided it by
+        the accumulation steps, and in fp16 multiplied it by the loss scale."""
+        scale = 1.0 if self._loss_scale_window is None else float(self._engine.optimizer.loss_scaler.cur_scale)
+        return float(self._engine.gradient_accumulation_steps()) / scale
 
 
 class _Collector:

@@ -30,7 +30,7 @@ from pretrain.progress import Pace, ProgressView, Repeated, format_duration
 from pretrain.records import MetricsLog, all_records, read_metrics
 from pretrain.resolve import SMALLEST_LOSS_SCALE
 from pretrain.run_directory import RunDirectory, RunState
-from pretrain.sinks import Sinks
+from pretrain.sinks import Histogram, Sinks
 from pretrain.state import TrainState
 from pretrain.writing import is_full
 
@@ -67,7 +67,7 @@ class Report:
         self._heldout_tokens = 0
         self._evaluations = Repeated(config.evaluation.every_steps, self._guessed_evaluation)
         self._saves = Repeated(config.checkpoint.every_steps)
-        self._other_before = 0.0
+        self._other_before = self._evaluated_before = 0.0
         self._forward_seconds, self._forward_tokens = 0.0, 0
         self._warned_of_grace = False
         self._warned_of_status = False
@@ -124,11 +124,19 @@ class Report:
 
     def _open_sinks(self, global_step: int) -> None:
         from pretrain.tensorboard_sink import TensorBoardSink
+        from pretrain.wandb_sink import WandbSink
 
         recipe = dict(_flat(tomllib.loads(to_toml(self._config))))
-        if self._config.logging.tensorboard:
-            folder = self._directory.tensorboard
-            self._sinks.open("TensorBoard", lambda: TensorBoardSink(folder, global_step=global_step, recipe=recipe))
+        run, logging = self._directory, self._config.logging
+        if logging.tensorboard:
+            self._sinks.open(
+                TensorBoardSink.name, lambda: TensorBoardSink(run.tensorboard, global_step=global_step, recipe=recipe)
+            )
+        mode = logging.wandb
+        if mode != "off":
+            self._sinks.open(
+                WandbSink.name, lambda: WandbSink(run.path, mode, project=logging.wandb_project, recipe=recipe)
+            )
 
     def _write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """A record; its numbers also go to the sinks, as KIND/NAME or KIND/SOURCE/NAME."""
@@ -263,15 +271,31 @@ class Report:
             f"in the schedule are used up ({skipped_steps} such so far); loss scale {loss_scale:g}, now halved"
         )
 
-    def scores(self, state: TrainState, scores: Mapping[str, Score], seconds: float) -> None:
-        """Record an evaluation, one record a source; all of them together tell what it took."""
-        self._evaluations.seconds.append(seconds)
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """How weights and gradients are spread: for the sinks alone."""
+        if histograms:
+            self._sinks.histograms(step, histograms)
+
+    def scores(
+        self, state: TrainState, scores: Mapping[str, Score], seconds: float, texts: Mapping[str, str] | None = None
+    ) -> None:
+        """Record an evaluation, one record a source; all of them together tell what it took.
+
+        `texts`: what the model wrote behind the recipe's prompts.
+        """
+        evaluating = self._clock.seconds["evaluation"]
+        self._evaluations.seconds.append(evaluating - self._evaluated_before)
+        self._evaluated_before = evaluating
         for source, score in scores.items():
             cost = {"seconds": seconds} if source == "all" else {}
             self._write("evaluation", state.global_step, {"source": source, **score.to_dict(), **cost})
         losses = "  ".join(f"{source} {score.loss:.4f}" for source, score in scores.items())
         tokens = scores["all"].tokens
         self.say(f"step {state.global_step}: held-out loss, {tokens:,} tokens in {seconds:.1f} s  {losses}")
+        if texts:
+            written = [{"prompt": prompt, "text": text} for prompt, text in texts.items()]
+            self._write("samples", state.global_step, {"texts": written})
+            self._sinks.texts(state.global_step, {f"samples/{prompt}": text for prompt, text in texts.items()})
 
     @property
     def step_seconds(self) -> float:

@@ -27,6 +27,7 @@ from pretrain.engine import TIMEOUT_MINUTES, TrainingEngine, process_group
 from pretrain.evaluate import Score, evaluate, isolates_documents
 from pretrain.guard import Guard, pass_over
 from pretrain.health import TrainingDivergedError
+from pretrain.histograms import Spreads
 from pretrain.inputs import Inputs, refuse_devices
 from pretrain.keeper import Kept
 from pretrain.metrics import Report
@@ -58,6 +59,8 @@ from pretrain.stopping import (
     first_reason,
     heeding,
 )
+from pretrain.training_samples import TrainingSamples
+from pretrain.wandb_sink import refuse_without_wandb
 from pretrain.watchdog import watching_for_hangs
 
 Outcome = Literal["finished", "stopped"]
@@ -175,6 +178,8 @@ def train(
     clock = Clock(device)
     with one_ranks_fault() if ranks.local_rank == 0 else nullcontext():  # each machine reads files of its own
         inputs = Inputs.check(config, ranks.world_size, auto_compute(device))
+    samples = TrainingSamples(config, inputs.codec)
+    refuse_without_wandb(config.logging.wandb)
     if config.compile:
         refuse_without_compiler(device)
     schedule = config.schedule
@@ -235,6 +240,7 @@ def train(
             stop.deadline.save_in_flight = lambda: checkpoints.in_flight
         state = TrainState() if resumed_from is None else checkpoints.load(resumed_from, engine)
         guard = Guard(inputs, directory, sharing, report, resumed_from)
+        spreads = Spreads(engine, config.logging.histogram_every_steps)
         observer = Observer(engine, config.health, guard.monitor, report.observation)
         stack.enter_context(watching_for_hangs(life, engine, directory.alarms, guard.monitor))
         unscored = resumed_from is not None and lacks_evaluation(resumed_from, state, config)
@@ -273,7 +279,8 @@ def train(
             if unscored:
                 with clock.during("evaluation"):
                     scores, seconds = timed(lambda: heldout_scores(engine, inputs, ranks, stopping, life.goes_on))
-                report.scores(state, scores, seconds)
+                    texts = samples.write(engine.transformer)
+                report.scores(state, scores, seconds, texts)
             while state.global_step < schedule.max_steps:
                 lr = learning_rate(state.global_step, schedule)
                 plan = inputs.plan.of_step(state.global_step, steps)
@@ -285,7 +292,7 @@ def train(
                     stop_wanted = False
                 else:
                     observer.before(state.global_step + 1)
-                    with clock.step():
+                    with clock.step(), spreads.seen(state.global_step + 1):
                         result = train_step(
                             engine, batches, plan, lr, stopping=stopping, allows=guard.judge.allows, clock=clock
                         )
@@ -295,6 +302,8 @@ def train(
                         grad_norm=result.grad_norm, loss_scale=result.loss_scale, overflowed=result.overflowed,
                         skipped_steps=engine.skipped_steps,
                     )  # fmt: skip
+                    if spreads.due(state.global_step):
+                        report.histograms(state.global_step, spreads.take())
                     guard.judged(state.global_step, result)
                     observer.after(
                         state.global_step, own_seconds=clock.step_seconds["data"] + clock.step_seconds["forward"],
@@ -319,7 +328,8 @@ def train(
                     life.does("evaluates")
                     with clock.during("evaluation"):
                         scores, seconds = timed(lambda: heldout_scores(engine, inputs, ranks, stopping, life.goes_on))
-                    report.scores(state, scores, seconds)
+                        texts = samples.write(engine.transformer)
+                    report.scores(state, scores, seconds, texts)
                     measured = replace(measured, heldout_loss=scores["all"].loss)
                 if last:
                     life.does("saves")

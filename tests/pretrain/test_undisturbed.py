@@ -66,12 +66,14 @@ def trained(path: Path) -> list[Any]:
 def test_training_is_the_same_bit_for_bit(
     world_size: int, stage: int, packing: str, precision: dict[str, str], tiny_recipe: Tables, tmp_path: Path
 ) -> None:
-    """With an evaluation behind every step, and with none before the last."""
+    """With an evaluation, samples and histograms behind every step, and with no sight of it before the last."""
+    looked = {"sample_prompts": ["The", "She said"], "sample_tokens": 12, "histogram_every_steps": 1}
     for every in (OFTEN, NEVER):
         tables = tiny_recipe(
             model=SMALL, data={"packing": packing}, precision=precision,
             deepspeed={"config": f"ds_configs/zero{stage}.json"}, schedule={"max_steps": STEPS},
             checkpoint={"every_steps": 2, "keep_last": 9}, evaluation={"every_steps": every, "max_tokens": 1024},
+            logging=looked | {"tensorboard": True} if every == OFTEN else {},
         )  # fmt: skip
         run_ranks(world_size, train_case, tables, tmp_path / str(every))
     often, never = tmp_path / str(OFTEN), tmp_path / str(NEVER)
@@ -80,6 +82,8 @@ def test_training_is_the_same_bit_for_bit(
     evaluations = [[one for one in read_metrics(path / "metrics.jsonl", "evaluation") if one["source"] == "all"]
                    for path in (often, never)]  # fmt: skip
     assert [len(found) for found in evaluations] == [STEPS, 1]
+    samples = read_metrics(often / "metrics.jsonl", "samples")
+    assert [[one["prompt"] for one in record["texts"]] for record in samples] == [["The", "She said"]] * STEPS
     assert evaluations[0][-1]["loss"] == evaluations[1][-1]["loss"]
     assert all(one["seconds"] > 0 for one in evaluations[0])
 

@@ -1,9 +1,9 @@
 """What a pass through the model holds beside parameters, their gradients and optimizer state, by arithmetic. No torch.
 
-Which tensors live at once follows from transformer.py and what it calls: a block keeps for backward what its autograd
-Functions save (attention_cpu.py, norms.py, positions.py, feedforward.py); the loss forms its gradients in the forward
-pass (loss.py). On CPUs these sums are held against all that torch's allocator gives out, temporaries inside kernels
-included. Those for GPUs follow the same code; what differs there is said where it stands.
+Which tensors live at once follows from transformer.py and what it calls: blocks hold what block_activations.py says of
+each of their components; the loss forms its gradients in the forward pass (loss.py). On CPUs these sums are held
+against all that torch's allocator gives out, temporaries inside kernels included. Those for GPUs follow the same code;
+what differs there is said where it stands.
 
 A pass is a row of `Moment`s, and what it needs is the largest. Parameters' gradients grow while activations shrink, so
 a moment of backward says how many have formed by then, for the caller to count by its own rules (their dtype,
@@ -16,14 +16,15 @@ LEGEND names the symbols of the formulas. What a formula says is what is compute
 from __future__ import annotations
 
 import functools
-import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
-from typing import Literal
 
-from model.accounting import parameter_count
-from model.config import COMPONENTS, ModelConfig, checkpointing_period
+from model import block_activations
+from model.accounting import parameter_count, parameter_shapes
+from model.block_activations import Pass, Scene, norm_gradients, norm_statistics
+from model.config import ModelConfig
 
 LEGEND = {
     "b": "rows of the micro-batch",
@@ -38,6 +39,9 @@ LEGEND = {
     "h": "n_heads",
     "kv": "n_kv_heads",
     "k": "head_dim",
+    "l": "mla_latent",
+    "r": "mla_rope_dim",
+    "n": "n_streams",
     "w": "bytes of a number of the compute dtype",
     "x": "bytes of the fp32 copies that half precision is lifted to and rounded from, 0 in fp32",
     "c": "tokens of the loss's first chunk",
@@ -45,20 +49,14 @@ LEGEND = {
     "u": "rows of the head's gradient that are cast at a time",
     "q": "queries whose scores are formed at a time in attention's backward on CPUs",
     "s": "those scores",
+    "p": "keys that they are scores with",
     "m": "threads of torch on a CPU",
     "a": "scores that a thread of torch's attention on CPUs holds",
+    "y": "queries whose scores those are",
     "j": "slots of the KV cache a row",
 }
 
-# What a block keeps for backward: the inputs of both norms and of the matrices; q, k, v and what attention gave; gate,
-# up and their product; in fp32 a number a token for each norm, and one a query.
-ALL = "b·t·w·(4·d + 2·h·k + 2·kv·k + 3·f) + 4·b·t·(h + 2)"
-UP_TO_ATTENTION = "b·t·w·(2·d + 2·h·k + 2·kv·k) + 4·b·t·(h + 1)"
-PRODUCTS = "b·t·w·(3·d + 2·h·k + 2·kv·k + 2·f) + 4·b·t·h"  # "selective": its input, and what COSTLY_OPERATIONS gave
-INPUT = "b·t·w·d"
-
 # As attention_cpu.py has them, and loss.py.
-MOST_TOKENS = 1024
 CHUNK = 64
 SCORES_PER_THREAD = 1 << 20
 CAST_ROWS = 512
@@ -89,58 +87,17 @@ class Moment:
         return sum(held.bytes for held in self.held)
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One micro-batch of one rank, and how it is computed.
-
-    `compute_bytes`: 2 for bf16 and fp16, 4 for fp32. `checkpointing` as `Transformer.activation_checkpointing`.
-    `documents`: each attends to itself only. `fused_loss`: Liger's kernel, which loss.py takes on GPUs that have it.
-    `threads`: torch's on a CPU, since attention there takes room for each. The z-loss takes no room.
-
-    Compiled blocks hold the same, since to the compiler our autograd Functions are single steps (seen on a CPU).
-    """
-
-    micro_batch_size: int
-    seq_len: int
-    compute_bytes: int
-    checkpointing: str = "none"
-    loss_chunk_tokens: int = 1024
-    device: Literal["cpu", "cuda"] = "cpu"
-    documents: bool = False
-    fused_loss: bool = False
-    threads: int = 1
-
-    @property
-    def tokens(self) -> int:
-        return self.micro_batch_size * self.seq_len
-
-    @property
-    def attends_by_products(self) -> bool:
-        """Whether attention's backward is that of attention_cpu.py."""
-        return self.device == "cpu" and not self.documents and self.seq_len <= MOST_TOKENS
-
-    def is_run_again(self, layer: int) -> bool:
-        period = checkpointing_period(self.checkpointing)
-        return period > 0 and layer % period == 0
-
-
-def unmodelled(config: ModelConfig) -> str | None:
-    """What to say of a model whose blocks hold other tensors than those counted here, or None.
-
-    The sums are those of Llama's block, whatever the config. Norms behind, LayerNorm and biases hold about as much, two
-    matrices a third of the feed-forward's less, and residual streams several times the stream. Parameters and their
-    training state are counted for every choice (model/accounting.py).
-    """
-    table = config.to_dict()
-    others = [f"{name} = {json.dumps(table[name])}" for name in COMPONENTS if name in table]
-    if not others:
-        return None
-    return f"activations are counted as those of Llama's block; not modelled: {', '.join(others)}"
-
-
 def buffers(config: ModelConfig) -> tuple[Held, ...]:
     """What the model holds for good beside its parameters, whatever the dtype of these."""
-    return (_held("RoPE tables", "4·T·k", {"T": config.seq_len, "k": config.head_dim}),)
+    symbols = {"T": config.seq_len, "d": config.d_model, "k": config.head_dim, "r": config.mla_rope_dim or 0}
+    if config.positions == "sinusoidal":
+        return (_held("table of positions", "4·T·d", symbols),)
+    if config.positions != "rope":
+        return ()
+    table = "4·T·r" if config.attention == "mla" else "4·T·k"
+    grows = config.rope_scaling == "dynamic" and config.seq_len > (config.rope_original_seq_len or config.seq_len)
+    tables = _held("RoPE tables", table, symbols)
+    return (tables, _held("RoPE tables of the longest text", table, symbols)) if grows else (tables,)
 
 
 def forward(config: ModelConfig, work: Pass) -> tuple[Moment, ...]:
@@ -149,23 +106,17 @@ def forward(config: ModelConfig, work: Pass) -> tuple[Moment, ...]:
     Where all blocks are run again, the last one itself may hold more than that.
     """
     symbols = _symbols(config, work)
-    inputs, last = _inputs(work, symbols), config.n_layers - 1
-    before = (*inputs, *_kept(work, symbols, last))
-    is_dropped = work.is_run_again(last) and work.checkpointing != "selective"
-    ends = _held("hidden states, their gradient, the last norm", "3·b·t·w·d + 4·b·t", symbols)
-    moments = [
-        Moment("forward of the last block, attention", (*before, _attention(work, symbols))),
-        Moment(
-            "forward of the last block, feed-forward",
-            (*before, _held("the block", "b·t·w·(3·d + 3·f)" if is_dropped else ALL, symbols)),
-        ),
-        Moment("loss", (*inputs, *_kept(work, symbols, config.n_layers), ends, _loss(work, symbols, True))),
-    ]
-    if work.documents and work.device == "cuda":
-        moments.insert(
-            0, Moment("mask of documents", (*inputs, _held("the mask before its blocks", "4·b·t·t", symbols)))
-        )
-    return tuple(moments)
+    inputs, masks, last = _inputs(work, symbols), _masks(config, work, symbols), config.n_layers - 1
+    before = (*inputs, *masks, *_kept(config, work, symbols, last))
+    drops = work.is_run_again(last) and work.checkpointing != "selective"
+    scenes = block_activations.forward(config, work, last, "drops" if drops else "keeps")
+    behind = (*inputs, *_masks_kept(config, work, symbols), *_kept(config, work, symbols, config.n_layers))
+    ends = (_held("hidden states, their gradient", "2·b·t·w·d", symbols), *_last_norm(config, work, symbols))
+    return (
+        *_making_masks(config, work, symbols),
+        *(Moment(f"forward of the last block, {one.name}", (*before, *_within(one, symbols))) for one in scenes),
+        Moment("loss", (*behind, *ends, _loss(work, symbols, True))),
+    )
 
 
 def backward(config: ModelConfig, work: Pass, passing: int = 0) -> tuple[Moment, ...]:
@@ -175,48 +126,43 @@ def backward(config: ModelConfig, work: Pass, passing: int = 0) -> tuple[Moment,
     the number `passing` (what an engine collects before it reduces, say) is among the moments, and the next one.
     """
     symbols, last = _symbols(config, work), config.n_layers - 1
-    inputs = _inputs(work, symbols)
-    heads = config.n_heads * config.head_dim
-    block = 2 * config.d_model * (1 + heads + config.n_kv_heads * config.head_dim) + 3 * config.d_model * config.d_ff
+    inputs = (*_inputs(work, symbols), *_masks_kept(config, work, symbols))
+    sizes = _block_sizes(config)
+    block = sum(sizes.values())
     embedding = config.vocab_size * config.d_model
     head = (_held("gradient of the head, which waits for the embedding's", "w·v·d", symbols),) if config.tied else ()
     behind_blocks = 0 if config.tied else embedding
+    at_end = parameter_count(config) - embedding
 
-    kept = (*inputs, *_kept(work, symbols, config.n_layers), _held("last norm", "b·t·w·d + 4·b·t", symbols))
-    moments = [
-        Moment("head", (*kept, _held("gradients of hidden states and head", _head_gradients(work), symbols))),
-        Moment(
-            "last norm",
-            (*kept, *head, _held("gradients of the norm", _norm_gradients(work), symbols)),
-            behind_blocks,
-        ),
-    ]
-    passed = last - max(0, passing - behind_blocks - config.d_model) // block
+    norm = _last_norm(config, work, symbols)
+    kept = (*inputs, *_kept(config, work, symbols, config.n_layers), *norm)
+    moments = [Moment("head", (*kept, _held("gradients of hidden states and head", _head_gradients(work), symbols)))]
+    if norm:
+        gradients = _held("gradients of the norm", norm_gradients(config, work), symbols)
+        moments.append(Moment("last norm", (*kept, *head, gradients), behind_blocks))
+        behind_blocks += config.d_model * (2 if config.norm == "layer" else 1)
+    passed = last - max(0, passing - behind_blocks) // block
     layers = {*_telling_layers(config, work), *(layer for layer in (passed, passed - 1) if layer >= 0)}
     for layer in sorted(layers, reverse=True):
-        before = (*inputs, *_kept(work, symbols, layer), *head)
-        at_down = behind_blocks + config.d_model + (last - layer) * block + config.d_model * config.d_ff
-        at_output = at_down + config.d_model * (2 * config.d_ff + 1 + heads)
-        for name, own, gradients, formed in (
-            ("feed-forward", ALL, "b·t·w·(d + 2·f)", at_down),
-            ("attention", UP_TO_ATTENTION, f"b·t·w·(d + h·k) + {_attention_gradients(work, symbols)}", at_output),
-            ("RoPE", "2·b·t·w·d + 4·b·t", "b·t·w·(d + h·k + 2·kv·k) + b·t·h·k·(x + w) + 6·t·k", at_output),
-        ):
-            its = (_held("the block", own, symbols), _held("gradients within it", gradients, symbols))
-            moments.append(Moment(f"block {layer}, {name}", (*before, *its), formed))
-    at_end = _held("gradients of the embedding", "b·t·w·d + w·v·d", symbols)
-    moments.append(Moment("embedding", (*inputs, *head, at_end), parameter_count(config) - embedding))
-    return tuple(moments)
+        before = (*inputs, *_kept(config, work, symbols, layer), *head)
+        for scene in block_activations.backward(config, work, layer):
+            formed = behind_blocks + (last - layer) * block
+            formed += sum(size for name, size in sizes.items() if name.startswith(scene.formed))
+            held = (*before, *_within(scene, symbols, "gradients within it"))
+            moments.append(Moment(f"block {layer}, {scene.name}", held, formed))
+    gradients = _held("gradients of the embedding", "b·t·w·d + w·v·d", symbols)
+    return (*moments, Moment("embedding", (*inputs, *head, gradients), at_end))
 
 
 def evaluation(config: ModelConfig, work: Pass) -> tuple[Moment, ...]:
     """A forward pass with targets and without gradients: one block at a time, then the loss."""
     symbols = _symbols(config, work)
-    inputs = _inputs(work, symbols)
+    inputs, masks = _inputs(work, symbols), _masks(config, work, symbols)
+    scenes = block_activations.forward(config, work, config.n_layers - 1, "evaluates")
     return (
-        Moment("attention", (*inputs, _attention(work, symbols))),
-        Moment("feed-forward", (*inputs, _held("a block", "b·t·w·(3·d + 3·f)", symbols))),
-        Moment("loss", (*inputs[:1], _held("hidden states", "b·t·w·d", symbols), _loss(work, symbols, False))),
+        *_making_masks(config, work, symbols),
+        *(Moment(one.name, (*inputs, *masks, *_within(one, symbols))) for one in scenes),
+        Moment("loss", (*inputs, _held("hidden states", "b·t·w·d", symbols), _loss(work, symbols, False))),
     )
 
 
@@ -239,47 +185,7 @@ def generation(
     )
 
 
-# ---------------------------------------------------------------- formulas that depend on the kernel
-
-
-def _attention(work: Pass, symbols: Mapping[str, int]) -> Held:
-    """A block's first half: RoPE's copies of q, the kernel's room, or the output of o_proj beside all the others."""
-    return _largest(
-        "the block",
-        symbols,
-        "b·t·w·(2·d + h·k + 2·kv·k) + 4·b·t + b·t·h·k·(x + w) + 4·t·k",
-        f"{UP_TO_ATTENTION}{_kernel(work, 4)}",
-        f"{UP_TO_ATTENTION} + b·t·w·d",
-    )
-
-
-def _attention_gradients(work: Pass, symbols: Mapping[str, int]) -> str:
-    """What attention's backward makes, the gradients of q, k and v among it.
-
-    On a GPU that is FlashAttention's: q's gradient in fp32 before it is rounded, those of k and v for each query head.
-    """
-    grouped = symbols["h"] > symbols["kv"]
-    if work.device == "cuda":
-        return f"b·t·w·(h·k + 2·kv·k{' + 2·h·k' if grouped else ''}) + 4·b·t·h·(k + 1)"
-    if not work.attends_by_products:
-        return f"b·t·w·(h·k + 2·kv·k){_kernel(work, 8 if work.compute_bytes == 4 else 14)}"
-    copies = "b·t·w·(2·h·k + 2·kv·k) + " if work.micro_batch_size > 1 else ""  # a head's tokens side by side
-    exact = f"{copies}b·t·kv·k·{8 if work.compute_bytes == 2 else 4} + 8·b·t·h"
-    candidates = [f"{exact} + b·t·w·h·k + 8·b·t·kv·k + 12·s + 2·w·q·k"]
-    if work.compute_bytes == 2:
-        candidates.append(f"{exact} + 8·b·t·h·k")
-    return _largest("", symbols, *candidates).formula
-
-
-def _kernel(work: Pass, bytes_each: int) -> str:
-    """The room of torch's attention on a CPU, behind other terms."""
-    return f" + {bytes_each}·m·a" if work.device == "cpu" else ""
-
-
-def _norm_gradients(work: Pass) -> str:
-    if work.device == "cuda":
-        return "2·b·t·w·d"
-    return "b·t·(14 + w)·d" if work.compute_bytes == 2 else "b·t·(8 + w)·d"
+# ---------------------------------------------------------------- head and loss
 
 
 def _loss(work: Pass, symbols: Mapping[str, int], forms_gradients: bool) -> Held:
@@ -313,26 +219,74 @@ def _head_gradients(work: Pass) -> str:
 
 
 def _inputs(work: Pass, symbols: Mapping[str, int]) -> tuple[Held, ...]:
-    """What comes with the micro-batch; on a GPU the mask of documents is a few bytes a block of 128 x 128 scores."""
+    """What comes with the micro-batch."""
     if not work.documents:
         return (_held("ids and targets", "16·b·t", symbols),)
-    mask = "b·t·t·w + 4·b·t·k" if work.device == "cpu" else "b·t·t/1024 + 4·b·t·k"
-    return (
-        _held("ids, targets, numbers of documents", "24·b·t", symbols),
-        _held("mask and RoPE tables of documents", mask, symbols),
-    )
+    return (_held("ids, targets, numbers of documents", "24·b·t", symbols),)
 
 
-def _kept(work: Pass, symbols: Mapping[str, int], layers: int) -> tuple[Held, ...]:
-    """What the first `layers` blocks keep for backward."""
-    again = sum(map(work.is_run_again, range(layers)))
-    counts = {**symbols, "A": layers - again, "R": again}
-    keeps = PRODUCTS if work.checkpointing == "selective" else INPUT
-    kept = (
-        _held("blocks that keep all", f"A·({ALL})", counts),
-        _held("blocks that are run again", f"R·({keeps})", counts),
-    )
-    return tuple(held for held in kept if held.bytes)
+def _masks(config: ModelConfig, work: Pass, symbols: Mapping[str, int]) -> tuple[Held, ...]:
+    """What all blocks are told of who sees whom and where; on a GPU a few bytes a block of 128 x 128 scores."""
+    each = "t·t·w" if work.device == "cpu" else "t·t/1024"
+    if not work.documents:
+        return (_held("mask of the window", each, symbols),) if work.hides(config) else ()
+    mask = _held("mask of documents", f"b·{each}", symbols)
+    if config.positions != "rope":
+        places = (_held("places within documents", "8·b·t", symbols),) if config.positions == "learned" else ()
+        return (mask, *places)
+    table = "r" if config.attention == "mla" else "k"
+    return (mask, _held("RoPE tables of documents", f"4·b·t·{table}", symbols))
+
+
+def _masks_kept(config: ModelConfig, work: Pass, symbols: Mapping[str, int]) -> tuple[Held, ...]:
+    """Those that backward needs: kernels of our own know a window by its number, unless blocks are run again."""
+    if not work.documents and work.attends_by_products and work.checkpointing == "none":
+        return ()
+    return _masks(config, work, symbols)
+
+
+def _making_masks(config: ModelConfig, work: Pass, symbols: Mapping[str, int]) -> tuple[Moment, ...]:
+    """While a mask is made, before the first block."""
+    if not work.documents and not work.hides(config):
+        return ()
+    rows = "b·" if work.documents else ""
+    each = "(1 + 2·w)" if work.device == "cpu" else "4"
+    held = _held("a mask, as it is made", f"{rows}{each}·t·t", symbols)
+    return (Moment("mask", (*_inputs(work, symbols), held)),)
+
+
+def _within(scene: Scene, symbols: Mapping[str, int], beside: str = "beside it") -> tuple[Held, ...]:
+    return _held("the block", str(scene.own), symbols), _largest(beside, symbols, *scene.beside)
+
+
+def _last_norm(config: ModelConfig, work: Pass, symbols: Mapping[str, int]) -> tuple[Held, ...]:
+    """What the norm before the head keeps, where there is one."""
+    if config.norm_place != "pre":
+        return ()
+    return (_held("the last norm", str(block_activations.STREAM + norm_statistics(config, work)), symbols),)
+
+
+def _kept(config: ModelConfig, work: Pass, symbols: Mapping[str, int], layers: int) -> tuple[Held, ...]:
+    """What the first `layers` blocks keep for backward; the first alone where it differs."""
+    again = [work.is_run_again(layer) for layer in range(layers)]
+    found = []
+    for name, symbol, is_again in (("blocks that keep all", "A", False), ("blocks that are run again", "R", True)):
+        of_layer = block_activations.keeps_run_again if is_again else block_activations.keeps
+        texts = [of_layer(config, work, layer) for layer in (0, 1)]
+        count = again.count(is_again)
+        if texts[0] != texts[1] and again[:1] == [is_again]:
+            found.append(_held("the first block", texts[0], symbols))
+            count -= 1
+        found.append(_held(name, f"{symbol}·({texts[1]})", {**symbols, symbol: count}))
+    return tuple(held for held in found if held.bytes)
+
+
+@functools.lru_cache(maxsize=16)
+def _block_sizes(config: ModelConfig) -> dict[str, int]:
+    """Elements of a block's parameters, by name."""
+    shapes = parameter_shapes(replace(config, n_layers=1))
+    prefix = "layers.0."
+    return {name.removeprefix(prefix): math.prod(shape) for name, shape in shapes.items() if name.startswith(prefix)}
 
 
 def _telling_layers(config: ModelConfig, work: Pass) -> list[int]:
@@ -347,7 +301,11 @@ def _symbols(config: ModelConfig, work: Pass) -> dict[str, int]:
     b, t, group = work.micro_batch_size, work.seq_len, config.queries_per_kv_head
     chunk = min(work.loss_chunk_tokens, work.tokens)
     rows = min(b * config.n_kv_heads, max(1, work.threads * SCORES_PER_THREAD // (group * CHUNK * t)))
-    whole_chunks = t // CHUNK * CHUNK
+    whole_chunks, window = t // CHUNK * CHUNK, config.sliding_window or t
+    rest = t - whole_chunks
+    of_chunks = (CHUNK, min(whole_chunks, window + CHUNK - 1)) if whole_chunks else (0, 0)
+    queries, keys = max(of_chunks, (rest, min(t, window + rest - 1)), key=math.prod)
+    at_once = 256 if t >= 768 else 64 if t >= 192 else 32
     return {
         "b": b,
         "t": t,
@@ -359,15 +317,20 @@ def _symbols(config: ModelConfig, work: Pass) -> dict[str, int]:
         "h": config.n_heads,
         "kv": config.n_kv_heads,
         "k": config.head_dim,
+        "l": config.mla_latent or 0,
+        "r": config.mla_rope_dim or 0,
+        "n": config.n_streams,
         "w": work.compute_bytes,
         "x": 8 if work.compute_bytes == 2 else 0,
         "c": chunk,
         "e": min(chunk, work.tokens - chunk),
         "u": min(config.vocab_size, CAST_ROWS),
         "q": rows * group * min(CHUNK, t),
-        "s": rows * group * max(CHUNK * whole_chunks, (t - whole_chunks) * t),
+        "s": rows * group * queries * keys,
+        "p": rows * keys,
         "m": work.threads,
-        "a": (256 if t >= 768 else 64 if t >= 192 else 32) * min(512, t),
+        "a": at_once * min(512, t),
+        "y": at_once,
     }
 
 

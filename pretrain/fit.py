@@ -38,7 +38,6 @@ from functools import cached_property
 from typing import Any, Literal
 
 from model.accounting import flops_per_token, parameter_count
-from model.activations import unmodelled
 from pretrain.config import PROJECT_ROOT, Compute, RecipeError, RunConfig, from_root, parse_recipe, show
 from pretrain.device_memory import GB, PROCESS_BYTES, DeviceMemory, show_size
 from pretrain.memory import BYTES, MOMENTS, Budget, budget
@@ -638,10 +637,8 @@ def first_fit(config: RunConfig, world_size: int, memory: DeviceMemory, compute:
     """The cheapest configuration that fits, whatever micro-batch, checkpointing and stage the recipe has now.
 
     Numerics are the recipe's or give up more, never less. RecipeError where the global batch cannot be divided over
-    the ranks, the recipe cannot run in any configuration, or the model's activations are not counted.
+    the ranks, or the recipe cannot run in any configuration.
     """
-    if (said := unmodelled(config.model)) is not None:
-        raise RecipeError(f"nothing can be fitted: {said}; leave out --fit or --presets, and see what `plan` says")
     return Search(config, world_size, memory.kind, compute).first_fit(memory)
 
 

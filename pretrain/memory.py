@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from model import activations
 from model.accounting import EMBEDDINGS, is_matrix, parameter_shapes
+from model.block_activations import Pass
 from model.config import ModelConfig
 from pretrain.batching import BatchPlan
 from pretrain.config import Compute, RecipeError, RunConfig
@@ -157,7 +158,7 @@ def _scenes(
     engine: _Engine, config: RunConfig, world_size: int, compute: Compute, device: Device, later: bool
 ) -> Iterator[tuple[Moment, list[Scene]]]:
     """What is held at the telling points of each moment, beside what always is."""
-    work = activations.Pass(
+    work = Pass(
         micro_batch_size=config.batch.micro_batch_size,
         seq_len=config.model.seq_len,
         compute_bytes=BYTES[compute],
@@ -320,6 +321,11 @@ class _Facts:
         """Whether a bucket is one buffer, made beforehand."""
         is_flat_and_offloaded = self.stage < 3 and self.place("offload_optimizer") == "host"
         return bool(self.zero.get("contiguous_gradients", True)) or is_flat_and_offloaded
+
+    @property
+    def alone(self) -> bool:
+        """Whether no gradient is reduced, since there is no other rank (one_rank.py)."""
+        return self.ranks == 1 and self.stage < 3 and self.place("offload_optimizer") == "device"
 
     def place(self, key: Literal["offload_optimizer", "offload_param"]) -> Place:
         """Where states or weights are: in main memory if they are offloaded."""
@@ -538,6 +544,8 @@ class _Replicated(_Engine):
 
     def reducing(self, later: bool) -> list[Scene]:
         f = self.f
+        if f.alone:
+            return [self.between_micro_steps()]
         flat = self._flat_copy([size for group in f.groups for size in group], WHOLE_BUCKET, f.weight)
         return [[*self.between_micro_steps(), Part("gradients in one piece", flat, f"{f.weight}·P")]]
 
@@ -569,6 +577,8 @@ class _Bf16(_Replicated):
 
     def reducing(self, later: bool) -> list[Scene]:
         f = self.f
+        if f.alone:
+            return [self.between_micro_steps()]
         groups = [part * f.ranks for part in f.partitions]
         flat = self._flat_copy(groups, WHOLE_BUCKET, f.summed)
         scene = [*self.between_micro_steps(), Part("sums in one piece", flat, f"{f.summed}·Q")]
@@ -635,6 +645,8 @@ class _Flat(_Engine):
 
     def buckets(self, static: bool = False) -> list[Part]:
         f = self.f
+        if f.alone:
+            return []
         if not f.contiguous:  # gradients stay where they were formed, of ZeRO-1 among all the others
             formed = Part("gradients of a bucket", f.weight * min(f.bucket, f.parameters), f"{f.weight}·min(B, P)")
             return [formed] if f.stage == 2 else []
@@ -655,6 +667,10 @@ class _Flat(_Engine):
     def _reduced(self, gradients: int, later: bool) -> list[Part]:
         """Of gradients that a bucket has been sent with: this rank's, and the bucket's flat copy."""
         f = self.f
+        if f.alone:
+            if not self.compact:
+                return [Part("gradients of this micro-batch", f.weight * gradients, f"{f.weight}·g")]
+            return [] if later else self.sums()
         if gradients <= f.bucket:
             return []
         full = min(f.bucket, gradients)
@@ -669,7 +685,8 @@ class _Flat(_Engine):
 
     def reducing(self, later: bool) -> list[Scene]:
         f = self.f
-        beyond = f.largest > f.bucket  # the largest tensor passes the bucket by, which is full beside it
+        # The largest tensor passes the bucket by, which is full beside it, or there is none.
+        beyond = f.largest > f.bucket or (f.alone and self.compact)
         if f.stage == 2:
             alone = [Part("gradient beyond the bucket", f.weight * f.largest, f"{f.weight}·l")] if beyond else []
             cast = [Part("that gradient as it is sent or added", *self._beyond())] if beyond and self.compact else []
@@ -680,9 +697,10 @@ class _Flat(_Engine):
             return [[*earlier, *self.buckets(), *own, *alone, *cast, *copies]]
         scene = [
             self._state("gradients", f.summed, f.parameters, symbol="P"), *self.buckets(True),
-            *(replace(part, name="gradients of this rank", static=False, state=False) for part in self.sums()),
         ]  # fmt: skip
-        if self.compact and f.sent != self.staged:
+        if self.compact or not f.alone:
+            scene += [replace(part, name="gradients of this rank", static=False, state=False) for part in self.sums()]
+        if self.compact and f.sent != self.staged and not f.alone:
             most = max(f.largest if beyond else 0, min(f.bucket, f.parameters))
             scene += [
                 Part("bucket as it is sent", f.sent * most, f"{f.sent}·max(l, B)"),

@@ -11,7 +11,6 @@ from data_pipeline.order import SampleOrder
 from data_pipeline.steps import Steps
 from model.accounting import parameter_count
 from model.activations import LEGEND as PASS_LEGEND
-from model.activations import unmodelled
 from pretrain.batching import BatchPlan, steps_of
 from pretrain.config import Compute, RecipeError, RunConfig, from_root, parse_recipe, show
 from pretrain.device_memory import GB, MB, DeviceMemory, show_size
@@ -157,7 +156,6 @@ class Plan:
                 "peak_bytes": held.peak_bytes(),
                 "peak_moment": held.peak_moment,
                 "host_peak_bytes": held.peak_bytes("host"),
-                "not_modelled": unmodelled(self.config.model),
             },
             "stages": [row.to_dict(self.parameters) for row in self.rows],
             "data": {name: str(from_root(getattr(self.config.data, name))) for name in ("path", "tokenizer")},
@@ -206,8 +204,6 @@ class Plan:
         lines.append(f"  together: {sums}")
         state, static = show_size(held.state_bytes), show_size(held.static_bytes)
         lines.append(f"  * the peak, {show_size(held.peak_bytes())} in {peak}; training state {state}, static {static}")
-        if (said := unmodelled(self.config.model)) is not None:
-            lines += textwrap.wrap(f"warning: {said}", 118, initial_indent="  ", subsequent_indent="  ")
         if not formulas:
             return lines
         meant = "; ".join(f"{symbol} {meaning}" for symbol, meaning in symbols(held).items())

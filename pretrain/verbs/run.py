@@ -100,7 +100,6 @@ def run(
         stop.deadline = Deadline(begun_at + 60 * max_minutes, first_save_bytes=16 * parameter_count(config.model))
     if grace_seconds is None and launched:
         grace_seconds = LAUNCHERS_GRACE_SECONDS
-    from model.activations import unmodelled
     from pretrain.device_memory import of_rank, ranks_here
     from pretrain.engine import TIMEOUT_MINUTES
     from pretrain.fit import needed, too_big
@@ -120,10 +119,7 @@ def run(
     memory = of_rank(device.type, ranks.local_rank, here, alone=ranks.world_size == 1)
     need = needed(config, ranks.world_size, memory.kind, compute)
     message = too_big(config, ranks.world_size, memory, need, compute)
-    uncounted = unmodelled(config.model)
-    if uncounted is not None and ranks.is_first:
-        print(f"warning: {recipe}: {uncounted}", file=sys.stderr)
-    if message is not None and not force and uncounted is None:
+    if message is not None and not force:
         refusal = RecipeError(f"{recipe} {message}, or go on with --force")
         if memory.occupied or ranks.local_rank == 0:  # other ranks of this machine have the same to say
             refusal.add_note("met by this rank alone")

@@ -12,9 +12,10 @@ import pytest
 import torch
 from matplotlib.image import imread
 
+from data_pipeline.loader import evaluation_batches
 from model.accounting import flops_per_token, kv_cache_bytes_per_token, parameter_count
 from model.cache import KVCache
-from pretrain import pace
+from pretrain import inspection, pace
 from pretrain.ablate import Ablation, difference, results, train, write_recipes
 from pretrain.ablation_report import draw_inside, draw_learnt, markdown, result_tables
 from pretrain.chronicle import read
@@ -128,7 +129,7 @@ def test_results_of_made_runs(tmp_path: Path):
         assert imread(tmp_path / name)[..., :3].std() > 0.05, "a picture with something on it"
 
 
-def test_a_real_one(tiny_recipe, tmp_path: Path):
+def test_a_real_one(tiny_recipe, tmp_path: Path, monkeypatch):
     """Two variants of one budget of FLOPs through the trainer, which did as many; documents do not see each other, in
     training and where it is looked into. Started again, nothing is trained; another question is refused."""
     tables = tiny_recipe(schedule={"max_steps": 3}, checkpoint={"every_steps": 3}, data={"packing": "concat_masked"})
@@ -163,11 +164,23 @@ def test_a_real_one(tiny_recipe, tmp_path: Path):
         assert len(inspected.gradient_norms) == len(inspected.activity.residual_rms) == 2
         assert all(norm > 0 for norm in inspected.gradient_norms)
         assert inspected.largest_logit > 0
+    monkeypatch.setattr(inspection, "evaluation_batches", ending_in_the_middle)
+    path = ablation.run_path(made[0], 0)
+    isolated = inspect(path)
+    monkeypatch.setattr(inspection, "isolates_documents", lambda packing: False)
+    assert inspect(path).gradient_norms != isolated.gradient_norms, "documents were looked at as in training"
     other = Ablation(config.model_copy(update={"seed": 5}), made, 1, "flops", tmp_path / "out")
     clash = Ablation(config.model_copy(update={"compile": not config.compile}), made, 1, "flops", tmp_path / "out")
     write_recipes(other)
     with pytest.raises(RecipeError, match="another ablation"):
         write_recipes(clash)
+
+
+def ending_in_the_middle(stream, seq_len, batch_size, eos_id, *rest):
+    """The held-out windows, each with the end of a document in it."""
+    for inputs, targets in evaluation_batches(stream, seq_len, batch_size, eos_id, *rest):
+        inputs[:, seq_len // 2] = eos_id
+        yield inputs, targets
 
 
 def test_paces_are_compared_within_a_round(monkeypatch):

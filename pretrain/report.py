@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import UTC, datetime
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from pretrain.chronicle import LAST_STEPS, Chronicle
 from pretrain.device_memory import GB, MB, show_size
 from pretrain.figures import (
+    alarms_table,
     attempts_table,
     changes_table,
     count,
@@ -38,7 +40,7 @@ STATES = {
 def notes(run: Chronicle) -> list[str]:
     """What a reader must know before the figures."""
     said = [] if run.state == "finished" else [STATES.get(run.state, run.state)]
-    missing, bad = int(run.series.breaks.sum()), int((~np.isfinite(run.series.loss)).sum())
+    missing, bad = missing_places(run), int((~np.isfinite(run.series.loss)).sum())
     first = int(run.series.step[0])
     if first > 1:
         said.append(f"the records begin with step {first:,}: steps before it are another directory's, or were lost")
@@ -46,11 +48,25 @@ def notes(run: Chronicle) -> list[str]:
         said.append(f"records of steps are missing in {counted(missing, 'place')}; lines are interrupted there")
     if bad:
         said.append(f"the loss of {counted(bad, 'step')} is not finite")
+    if run.alarms:
+        by_condition = Counter(str(one.get("condition")) for one in run.alarms)
+        told = ", ".join(f"{name} {times}" for name, times in by_condition.most_common())
+        said.append(f"{counted(len(run.alarms), 'alarm')}: {told}; the last in step {run.alarms[-1]['step']:,}")
+    for one in run.roll_backs:
+        alarm = one.get("alarm_step")
+        said.append(f"the run went back to step {one['step']:,} for an alarm in step {alarm}, which is left out since")
     if run.damaged_lines:
         said.append(f"{counted(run.damaged_lines, 'damaged line')} of metrics.jsonl passed over")
     if run.last() is None:
         said.append("nothing has been evaluated yet")
     return said
+
+
+def missing_places(run: Chronicle) -> int:
+    """Where steps have no record, but for those that were left out."""
+    steps, left_out = run.series.step, {*run.left_out}
+    gaps = [(int(steps[at - 1]) + 1, int(steps[at])) for at in np.flatnonzero(run.series.breaks)]
+    return sum(not left_out.issuperset(range(begin, end)) for begin, end in gaps)
 
 
 def page(run: Chronicle, samples: Samples | None) -> Page:
@@ -68,6 +84,12 @@ def page(run: Chronicle, samples: Samples | None) -> Page:
     tables = [time_table(run), *([] if split is None else [split])]
     sections.append(Section("Speed", mfu_line(run), plots=speed(run), tables=tables))
     sections.append(memory_section(run))
+    looks = inside(run)
+    if looks:
+        sections.append(Section("Inside the model", "What it found when it looked at itself: docs/health.md.", looks))
+    alarms = alarms_table(run)
+    if alarms is not None:
+        sections.append(Section("Alarms", "What was watched and met; docs/health.md explains each.", tables=[alarms]))
     if samples is not None:
         if samples.missing is not None:
             sections.append(Section("Samples", f"None: {samples.missing}"))
@@ -133,8 +155,8 @@ def plots(run: Chronicle) -> list[Plot]:
     rate = Curve("", series.step, series.lr, 0, breaks=series.breaks)
     drawn.append(plot("Learning rate", [*marks, rate], x_label="step", y_label="learning rate"))
     norm = Curve("of the whole gradient, before clipping", series.step, series.grad_norm, 0, breaks=series.breaks)
-    clip = run.config.optimizer.gradient_clipping
-    clipped = [] if clip is None else [Curve(f"clipped at {clip:g}", series.step[:1], np.array([clip]), 1, "level")]
+    clip = run.config.optimizer.clipping_norm
+    clipped = [] if not clip else [Curve(f"clipped at {clip:g}", series.step[:1], np.array([clip]), 1, "level")]
     drawn.append(plot("Gradient norm", [*marks, norm, *clipped], x_label="step", y_label="norm", log_y=True))
     if np.isfinite(series.loss_scale).any():
         scale = Curve("", series.step, series.loss_scale, 0, breaks=series.breaks)

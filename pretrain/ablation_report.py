@@ -126,6 +126,7 @@ def markdown(tables: Sequence[Table]) -> str:
 def draw_learnt(ablation: Ablation, path: Path) -> None:
     """Training loss over tokens, the mean of the seeds with a band from lowest to highest; held-out differences."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     from pretrain.plots import smooth
 
@@ -146,6 +147,7 @@ def draw_learnt(ablation: Ablation, path: Path) -> None:
         apart = [one - other for one, other in zip(finals[-1], finals[0], strict=True)]
         points.plot(apart, [number] * len(apart), "o", color=colour, markersize=6)
     curves.set(xlabel="tokens", ylabel="training loss, nats a token", title="mean of seeds, band: lowest to highest")
+    curves.xaxis.set_major_formatter(EngFormatter())
     curves.legend(frameon=False, fontsize=8)
     points.axvline(0.0, color="grey", linewidth=0.8)
     _name_rows(points, [variant.label for variant in ablation.variants])
@@ -157,6 +159,7 @@ def draw_learnt(ablation: Ablation, path: Path) -> None:
 def draw_inside(found: Mapping[str, Any], path: Path) -> None:
     """Gradient norm by layer, largest attention logit a seed, speed with its range, bytes of the KV cache."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FormatStrFormatter
 
     rows = found["variants"]
     labels = [row["label"] for row in rows]
@@ -174,13 +177,17 @@ def draw_inside(found: Mapping[str, Any], path: Path) -> None:
         cache.barh(number, row["kv_bytes_per_token"], color=colour)
         cache.annotate(f" {row['kv_bytes_per_token']:,}", (row["kv_bytes_per_token"], number), va="center", fontsize=8)
     norms.set(xlabel="block", ylabel="gradient norm", yscale="log", title="gradient norm by block, mean of seeds")
+    for which in ("major", "minor"):
+        norms.tick_params(axis="y", which=which, labelsize=8)
+    norms.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    norms.yaxis.set_minor_formatter(FormatStrFormatter("%.2g"))
     norms.xaxis.get_major_locator().set_params(integer=True)
     norms.legend(frameon=False, fontsize=8)
     for axes in (logits, speed, cache):
         _name_rows(axes, labels)
     logits.set(xlabel="|q·k| / √width", title="largest attention logit, a point a seed")
-    logits.set_xlim(left=0)
-    speed.set(xlabel=f"tokens/s of {labels[0]}'s", title="forward and backward, median and range of the rounds")
+    logits.set_xlim(0, logits.get_xlim()[1] * 1.05)
+    speed.set(xlabel=f"tokens/s, {labels[0]} = 1", title="forward and backward, median and range of the rounds")
     speed.axvline(1.0, color="grey", linewidth=0.8)
     cache.set(xlabel="bytes a token, bf16", title="KV cache")
     cache.margins(x=0.12)

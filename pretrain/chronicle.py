@@ -173,7 +173,11 @@ class Chronicle:
     replaced: Series
     evaluations: Mapping[str, Sequence[Record]]  # source → records in step order; "all" is all of them together
     changes: Sequence[Record]
+    alarms: Sequence[Record]  # all that were ever raised, in the order written
+    roll_backs: Sequence[Record]  # likewise; `step` is that of the checkpoint gone back to
+    left_out: Sequence[int]  # steps that were not run for an alarm
     saves: Sequence[Record]
+    observations: Sequence[Record]  # in step order
     attempts: Sequence[Attempt]
     evaluating_seconds: float  # of all attempts, also what was done in vain
     saving_seconds: float  # for which training stood still
@@ -287,7 +291,11 @@ def read(path: Path) -> Chronicle:
         replaced=Series.of(_of(replaced, "train")),
         evaluations=evaluations,
         changes=_of(counted, "change"),
+        alarms=_of(records, "alarm"),
+        roll_backs=_of(records, "roll_back"),
+        left_out=[record["step"] for record in _of(counted, "left_out")],
         saves=_of(counted, "save"),
+        observations=_of(counted, "observation"),
         attempts=_attempts(run, records, replaced),
         evaluating_seconds=_total(records, "evaluation", "seconds"),
         saving_seconds=_total(records, "save", "held_seconds"),
@@ -328,14 +336,16 @@ def _is_ours(record: Record) -> bool:
 
 
 def _what_counts(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
-    """Records of the run as it stands, each step once and in order, and those that a resume put out of use."""
+    """Records of the run as it stands, each step once and in order, and those that a resume or a roll back put out of
+    use."""
     counted: list[Record] = []
     replaced: list[Record] = []
     attempt = None
     for record in records:
-        if record["attempt"] != attempt and record["kind"] in ("train", "evaluation", "change"):
+        begins = record["attempt"] != attempt and record["kind"] in ("train", "left_out", "evaluation", "change")
+        if begins or record["kind"] == "roll_back":
             attempt = record["attempt"]
-            behind = record["step"] - (record["kind"] == "train")  # the step that this attempt goes on from
+            behind = record["step"] - (record["kind"] in ("train", "left_out"))  # the step that is gone on from
             replaced += [one for one in counted if one["step"] > behind]
             counted = [one for one in counted if one["step"] <= behind]
         counted.append(record)

@@ -34,6 +34,9 @@ def figures(run: Chronicle) -> dict[str, Any]:
         "final_loss": finite(series.final_loss),
         "steps_not_finite": int((~np.isfinite(series.loss)).sum()),
         "steps_missing": int(series.breaks.sum()),
+        "steps_left_out": [*run.left_out],
+        "alarms": [dict(one) for one in run.alarms],
+        "roll_backs": [dict(one) for one in run.roll_backs],
         "heldout": {source: {"last": run.last(source), "best": run.best(source)} for source in sorted(run.evaluations)},
         "memory": None if isinstance(memory, str) else {**memory[0], "comparable_bytes": memory[1]},
         "attempts": [
@@ -188,6 +191,29 @@ def mfu_line(run: Chronicle) -> str:
         f"MFU {mfu:.1%}: the model's FLOPs, attention causal, as a share of the devices' dense peak. "
         f"HFU {hfu:.1%}: the same with what activation checkpointing computes again. Warm-up is left out of both."
     )
+
+
+MOST_ALARMS = 50
+
+
+def alarms_table(run: Chronicle) -> Table | None:
+    """The last alarms, and what was done about each."""
+    rows = [
+        [
+            f"{one['step']:,}", str(one["attempt"]), str(one.get("condition", "")), _short(one.get("value")),
+            _short(one.get("threshold")), str(one.get("action", "")), str(one.get("detail", "")),
+        ]
+        for one in run.alarms[-MOST_ALARMS:]
+    ]  # fmt: skip
+    names = ["step", "attempt", "condition", "value", "may be", "action", "where"]
+    return Table(names, rows, [0, 3, 4]) if rows else None
+
+
+def _short(value: object) -> str:
+    try:
+        return f"{value:.4g}" if isinstance(value, int | float) else "–"
+    except OverflowError:  # a whole number beyond all floats
+        return "–"
 
 
 def changes_table(run: Chronicle) -> Table | None:

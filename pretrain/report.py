@@ -23,6 +23,7 @@ from pretrain.figures import (
     step_table,
     time_table,
 )
+from pretrain.inside import inside
 from pretrain.page import Page, Section, Table, Tile
 from pretrain.plots import COLOURS, Array, Curve, Look, Plot, plot, smooth
 from pretrain.samples import Samples

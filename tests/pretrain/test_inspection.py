@@ -11,7 +11,17 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from model.config import ModelConfig
-from model.masks import Band, Mask, additive, block_mask, boolean_mask, causal_mask, document_mask, window_mask
+from model.masks import (
+    Band,
+    Mask,
+    additive,
+    block_mask,
+    boolean_mask,
+    causal_mask,
+    document_mask,
+    seen_of_row,
+    window_mask,
+)
 from model.transformer import Transformer
 from pretrain import inspection
 from pretrain.inspection import Activity, largest_score, watching
@@ -64,6 +74,9 @@ def masks() -> dict[str, tuple[Mask | None, Tensor]]:
 def test_only_scores_that_are_seen_count(case: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspection, "SCORES_AT_ONCE", at_once)
     mask, seen = masks()[case]
+    for row in (0, 1):
+        ours = seen_of_row(mask, row, range(2, 9), 12, 12, CPU).expand(1, 7, 12)
+        assert torch.equal(ours, seen.expand(2, 1, 12, 12)[row, :, 2:9])
     generator = torch.Generator().manual_seed(3)
     for _ in range(3):
         q, k = (torch.randn(2, heads, 12, 8, generator=generator) for heads in (4, 2))

@@ -370,7 +370,7 @@ def trace_command(
     run_steps = recorded.steps
     if step is not None:
         part, reads = recorded.documents_of(step)
-        asked: dict[str, Any] = {"step": step, "reached": step <= recorded.step}
+        asked: dict[str, Any] = {"step": step, "reached": step <= recorded.step, "left_out": step in recorded.left_out}
     else:
         part = recorded.asked_of()
         name, colon, number = (doc or "").rpartition(":")
@@ -385,7 +385,7 @@ def trace_command(
             raise
         except ValueError as error:
             raise DataFormatError(f"{part.collection.path}: {error}") from None
-        asked = {"source": name, "document": int(number), "steps": looked_at}
+        asked = {"source": name, "document": int(number), "steps": looked_at, "left_out": sorted(recorded.left_out)}
         for other in others:
             first, last = (run_steps.step_of(sample) + 1 for sample in (other.start, other.stop - 1))
             print(
@@ -413,8 +413,12 @@ def trace_command(
         reached = "" if step <= recorded.step else f" (not reached yet: the run is at step {recorded.step:,})"
         numbers = run_steps.samples(step - 1)
         print(f"{run}, step {step:,}: samples {numbers[0]:,} to {numbers[-1]:,}{reached}")
+        if step in recorded.left_out:
+            print("left out: the run went back for an alarm in this step, and learns nothing from it")
     else:
         print(f"{run}, steps 1 to {asked['steps']:,}: document {name}:{number} was read {len(traced):,} times")
+        for passed in sorted({run_steps.step_of(one.read.sample) + 1 for one in traced} & recorded.left_out):
+            print(f"step {passed:,} is left out: the run went back for an alarm in it, and learns nothing from it")
     for one in traced:
         print_traced(one, run_steps, with_text=not no_text)
 

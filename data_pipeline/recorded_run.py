@@ -114,6 +114,7 @@ class RecordedRun:
     checked_against: Path | None
     history: History = NO_CHANGES
     earlier: tuple[Earlier, ...] = ()
+    left_out: frozenset[int] = frozenset()  # steps, from 1, that were not run for an alarm: nothing is learnt from them
     named: Collection | None = None
 
     @cached_property
@@ -219,7 +220,20 @@ def read_run(path: Path, data: Path | None = None) -> RecordedRun:
     return RecordedRun(
         path, collection, order, plan, steps, micro_batch_size, step=step, max_steps=max_steps,
         checked_against=None if state is None else state_path.parent, history=history, earlier=earlier, named=named,
+        left_out=_left_out(path / "roll_backs.json", steps),
     )  # fmt: skip
+
+
+def _left_out(path: Path, steps: Steps) -> frozenset[int]:
+    """The steps that the run leaves out since it went back for an alarm, as long as they read the same samples."""
+    try:
+        records = json.loads(path.read_bytes())["roll_backs"]
+        read = [(one["step"], range(one["first_sample"], one["first_sample"] + one["samples"])) for one in records]
+        return frozenset(step for step, samples in read if steps.samples(step - 1) == samples)
+    except FileNotFoundError:
+        return frozenset()
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise DataFormatError(f"{path}: damaged: it does not tell which steps the run leaves out") from None
 
 
 def _history(path: Path, state: dict[str, Any] | None, state_path: Path) -> History:

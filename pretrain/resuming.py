@@ -11,7 +11,8 @@ from typing import Any
 from data_pipeline.durable import sync_folder
 from data_pipeline.history import History
 from data_pipeline.order import SampleOrder
-from pretrain.changes import after, mixture_of, refuse_other, told, unchanged
+from pretrain import left_out
+from pretrain.changes import after, mixture_of, refuse_other, steps_of_identity, told, unchanged
 from pretrain.checkpoint import (
     BEST,
     LATEST,
@@ -28,7 +29,7 @@ from pretrain.checkpoint import (
     which_part,
 )
 from pretrain.config import Compute, refuse_split_windows
-from pretrain.run_directory import CheckpointError
+from pretrain.run_directory import CheckpointError, RunDirectory
 
 UNHEALTHY = ".unhealthy"
 PART = ".incomplete"  # ends the name of a part that was passed over for an older whole checkpoint
@@ -108,10 +109,19 @@ def preview(
     ours = identity(stored["precision"]["compute"])
     history = refuse_other_run(chosen, ours, changes)
     made = history.made_at(stored["global_step"])
-    order = SampleOrder.of(after(ours, history)["order"])
+    now = after(ours, history)
+    order = SampleOrder.of(now["order"])
+    back = left_out.merged(left_out.read(folder.parent / RunDirectory.ROLL_BACKS), left_out.known_to(chosen))
+    without = left_out.steps_left_out(back, steps_of_identity(now), now["order"])
     return {
         **found,
-        "told": [*notes, *told(made, order), *unchanged(changes, history, made)],
+        "told": [
+            *notes,
+            *told(made, order),
+            *unchanged(changes, history, made),
+            *(one.told() for one in back if one.step in without),
+        ],
+        "left_out": sorted(without),
         "tokens_seen": stored["tokens_seen"],
         "written_by": {name: stored[name] for name in SPREAD},
         "converted": converted_from(chosen, ours) is not None,
@@ -195,7 +205,8 @@ def _refuse_by_size(path: Path) -> None:
 
 
 def _newest_by_size(folder: Path, notes: list[str], *, alone: bool) -> Path | None:
-    candidates = list_checkpoints(folder)
+    gone = left_out.abandoned(folder, left_out.read(folder.parent / RunDirectory.ROLL_BACKS))
+    candidates = [path for path in list_checkpoints(folder) if path.name not in gone]
     parts: list[CheckpointError] = []
     for path in reversed(candidates):
         with suppress(CheckpointError):

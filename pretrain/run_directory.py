@@ -9,7 +9,8 @@ runs/NAME/
   tensorboard/
   checkpoints/       step-00001000/ (its manifest.json written last), latest, best
   status.json        what the run is doing: state, attempt, global_step
-  alarms/            step-00000123.jsonl …: the documents of steps with alarms (see alarm_batch.py)
+  alarms/            step-00000123.jsonl …: the documents of steps with alarms (see alarm_batch.py), and the stacks of
+                     ranks that hung (see watchdog.py)
   roll_backs.json    which alarms the run went back for, and which steps it leaves out since (see left_out.py)
   receipts/          rank-00000.json …: how each rank of the last attempt ended (see receipts.py)
   alive/             rank-00000.json …: each rank's sign of life, while it runs (see alive.py)
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, ClassVar, Literal
 
 from data_pipeline.durable import write_file
 from pretrain.config import PROJECT_ROOT
@@ -77,6 +78,7 @@ def refuse_unusable(path: Path) -> None:
 @dataclass
 class RunDirectory:
     path: Path
+    ROLL_BACKS: ClassVar[str] = "roll_backs.json"
 
     def __post_init__(self) -> None:
         self.path = Path(self.path)
@@ -120,7 +122,7 @@ class RunDirectory:
 
     @property
     def roll_backs(self) -> Path:
-        return self.path / "roll_backs.json"
+        return self.path / self.ROLL_BACKS
 
     @property
     def receipts(self) -> Path:
@@ -181,15 +183,17 @@ class RunDirectory:
         attempt: int,
         global_step: int,
         max_steps: int,
+        seconds_left: float | None = None,
         alarm: Mapping[str, Any] | None = None,
     ) -> None:
-        """`alarm`: the last one of this attempt."""
+        """`seconds_left` until it is done, where that can be told; `alarm`: the last one of this attempt."""
         record = {
             "state": state,
             "attempt": attempt,
             "global_step": global_step,
             "max_steps": max_steps,
             "updated_at": now(),
+            **({} if seconds_left is None else {"seconds_left": seconds_left}),
             **({} if alarm is None else {"alarm": alarm}),
         }
         write_text(self.status, json.dumps(record) + "\n")

@@ -52,8 +52,8 @@ class Measured:
     def of(cls, measured: Mapping[str, Any]) -> Measured:
         """What a checkpoint told of its step, where that is needed once more."""
         loss, norm = (math.nan if measured.get(name) is None else measured[name] for name in ("loss", "grad_norm"))
-        sound = measured.get("healthy", True) is True
-        return cls(loss, norm, sound and (math.isnan(loss) or math.isnan(norm)), alarms=tuple(measured.get("alarms", ())))
+        left_out = measured.get("healthy", True) is True and (math.isnan(loss) or math.isnan(norm))
+        return cls(loss, norm, left_out, alarms=tuple(measured.get("alarms", ())))
 
     def to_dict(self, *, finite: bool) -> dict[str, Any]:
         """`finite`: all weights, masters and moments are. JSON has no infinity: what is not finite is null.

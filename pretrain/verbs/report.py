@@ -49,7 +49,7 @@ def report(
     from data_pipeline.durable import write_file
     from pretrain.chronicle import read
     from pretrain.config import RecipeError
-    from pretrain.figures import attempts_table, figures, heldout_table, time_table
+    from pretrain.figures import alarms_table, attempts_table, figures, heldout_table, time_table
     from pretrain.page import render
     from pretrain.report import notes, page, tiles
 
@@ -74,6 +74,8 @@ def report(
     for tile in tiles(chronicle):
         print(f"{tile.label:<{width}}  {tile.value}{f' ({tile.detail})' if tile.detail else ''}")
     tables = [*([heldout_table(chronicle)] if chronicle.evaluations else []), attempts_table(chronicle)]
+    alarms = alarms_table(chronicle)
+    tables += [] if alarms is None else [alarms]
     for table in (*tables, time_table(chronicle)):
         print(table.to_text())
     for prompt, text in () if samples is None else samples.texts:

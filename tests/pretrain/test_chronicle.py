@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from pretrain.chronicle import read
+from pretrain.figures import figures
 from pretrain.page import render
-from pretrain.report import page
+from pretrain.report import notes, page
 from pretrain.run_directory import RunDirectoryError
 from tests.pretrain.written_run import evaluation, train, write_run
 
@@ -34,6 +35,29 @@ def test_a_resume_puts_what_lies_behind_its_checkpoint_out_of_use(tmp_path: Path
     ]  # fmt: skip
     spent = run.time_spent()
     assert (spent["training steps that count"], spent["steps that a later attempt replaced"]) == (2.5, 2.0)
+
+
+def test_a_roll_back_puts_what_it_left_out_of_use_and_the_step_of_its_alarm_is_no_gap(tmp_path: Path) -> None:
+    alarm = {"condition": "loss_spike", "value": 9.0, "threshold": 4.0, "action": "roll_back", "detail": "median 3"}
+    records = [
+        *(train(step) for step in (1, 2, 3)), evaluation(3, loss=0.5), train(4),
+        {"kind": "alarm", "step": 4, "attempt": 1, **alarm},
+        {"kind": "roll_back", "step": 2, "attempt": 1, "alarm_step": 4, "condition": "loss_spike", "left_out": [4]},
+        train(3, loss=7.0), {"kind": "left_out", "step": 4, "attempt": 1, "first_sample": 96, "samples": 32}, train(5),
+        {"kind": "left_out", "step": 6, "attempt": 2, "first_sample": 160, "samples": 32}, train(7, 2),
+    ]  # fmt: skip
+    run = read(write_run(tmp_path / "run", records, attempts=2))
+    assert run.series.step.tolist() == [1, 2, 3, 5, 7]
+    assert run.series.loss[2] == 7.0
+    assert run.replaced.step.tolist() == [3, 4]
+    assert not run.evaluations
+    assert (run.left_out, [one["step"] for one in run.alarms]) == ([4, 6], [4])
+    said = notes(run)
+    assert not any("missing" in one for one in said)
+    assert "1 alarm: loss_spike 1; the last in step 4" in said
+    assert "the run went back to step 2 for an alarm in step 4, which is left out since" in said
+    assert "median 3" in render(page(run, None))
+    figures(run)
 
 
 def test_an_attempt_that_opens_with_the_evaluation_that_was_due_keeps_its_step(tmp_path: Path) -> None:

@@ -11,10 +11,15 @@ from typing import Any
 
 import pytest
 
+from data_pipeline.recorded_run import read_run
 from data_pipeline.steps import Steps
 from pretrain.checkpoint import measured_at, saved
+from pretrain.chronicle import read as read_chronicle
+from pretrain.config import load_recipe
 from pretrain.left_out import RollBack, abandoned, known_to, read, steps_left_out, write
 from pretrain.metrics import read_metrics
+from pretrain.prospects import of_run
+from pretrain.report import notes
 from pretrain.run_directory import RunDirectoryError
 from pretrain.state import Measured
 from tests.pretrain.test_health_run import (
@@ -137,6 +142,21 @@ def test_a_start_from_before_the_alarm_leaves_the_step_out_too(made: Made) -> No
     assert made.told["earlier"][0] == ("finished", [*range(5, BAD), *range(BAD + 1, STEPS + 1)])
     name = f"checkpoints/step-{STEPS:08d}/weights.safetensors"
     assert (run / name).read_bytes() == (made.of("zero2") / name).read_bytes()
+
+
+def test_trace_plan_and_report_tell_of_the_step_that_is_left_out(made: Made) -> None:
+    run = made.of("zero2")
+    assert read_run(run).left_out == {BAD}
+    config = load_recipe(run / "recipe.toml")
+    found = of_run(config, 2, 2, run, "auto", ())
+    assert found.report["resume"]["left_out"] == [BAD]
+    told = f"step {BAD} (loss_spike) is left out since the run went back to step {BACK}"
+    assert any(told in line for line in found.lines)
+        f"step {BAD} (loss_spike) is left out since the run went back to step {BACK}" in one for one in found.lines
+    )
+    chronicle = read_chronicle(run)
+    assert (chronicle.left_out, chronicle.series.step.tolist()) == ([BAD], [n for n in range(1, STEPS + 1) if n != BAD])
+    assert any(f"went back to step {BACK} for an alarm in step {BAD}" in note for note in notes(chronicle))
 
 
 def test_a_run_goes_back_as_often_as_it_may(made: Made) -> None:

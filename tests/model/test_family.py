@@ -59,6 +59,19 @@ def test_a_model_is_its_formula(tiny_config: ModelConfig, name: str) -> None:
     assert distance_from_numpy(replace(tiny_config, **CHANGES[name])) < 2e-6  # RoPE's tables and waves are fp32
 
 
+@pytest.mark.parametrize("ffn", ["swiglu", "gelu"])
+@pytest.mark.parametrize("attention", [{}, {"attention": "mla", "n_kv_heads": 4, "mla_latent": 24, "mla_rope_dim": 16}])
+def test_biases_stand_in_every_matrix_but_the_embedding_and_the_head(
+    tiny_config: ModelConfig, ffn: str, attention: dict[str, Any]
+) -> None:
+    for bias in (True, False):
+        model = Transformer(replace(tiny_config, bias=bias, ffn=ffn, **attention))
+        names = dict(model.named_parameters())
+        matrices = {name for name, weight in names.items() if weight.dim() == 2} - {"embed_tokens.weight"}
+        biases = {name for name in names if name.endswith(".bias")}
+        assert biases == ({name.replace(".weight", ".bias") for name in matrices} if bias else set())
+
+
 def no_alpha(self: PostNormBlock, x: Tensor, *rest: Any) -> Tensor:
     x = self.post_attention_layernorm(self.self_attn(x, *rest) + x)
     return self.post_feedforward_layernorm(self.mlp(x) + x)

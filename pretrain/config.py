@@ -332,7 +332,7 @@ class HealthTable(_Table):
     late_rank: Watch = "warn"
     hang: Watch = "warn"
     spike_z: PositiveRate = 10.0  # robust standard deviations above the median of the last healthy steps
-    window_steps: Annotated[int, Field(ge=8, lt=2**20)] = 100  # as many healthy steps
+    window_steps: Annotated[int, Field(ge=8, le=10_000)] = 100  # as many healthy steps
     skipped_in_a_row: Size = 10
     roll_back_steps: Positive = 100  # a roll back goes to a healthy checkpoint at least so long before the alarm
     roll_backs: NotNegative = 3  # of a run; then it stops

@@ -148,8 +148,9 @@ class Guard:
 def what_was_wrong(alarm: Alarm) -> str:
     if alarm.condition == "non_finite":
         return f"step {alarm.step}: {alarm.detail}"
-    value, threshold = f"{alarm.value:.6g}", f"{alarm.threshold:.6g}"
-    return f"step {alarm.step}: {alarm.condition} {value} is above {threshold} ({alarm.detail})"
+    value = "" if alarm.value is None else f" {alarm.value:.6g}"
+    limit = "" if alarm.threshold is None else f" is above {alarm.threshold:.6g}"
+    return f"step {alarm.step}: {alarm.condition}{value}{limit} ({alarm.detail})"
 
 
 def remedy(alarm: Alarm) -> str:

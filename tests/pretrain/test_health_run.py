@@ -194,6 +194,22 @@ def runs(tiny_recipe: Tables, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return made
 
 
+@pytest.mark.soak
+def test_five_hundred_clean_steps_have_no_alarm(tiny_recipe: Tables, tmp_path: Path) -> None:
+    """With the defaults, from the first step on: warm-up, the steepest fall, the end of the schedule."""
+    tables = tiny_recipe(
+        schedule={"max_steps": 500, "warmup_steps": 20},
+        memory={"activation_checkpointing": "none"},
+        evaluation={"every_steps": 250, "max_tokens": 64},
+        checkpoint={"every_steps": 250},
+    )
+    (told,) = run_ranks(1, legs_case, [Leg(tables, tmp_path / "run")])
+    assert told[0].outcome == "finished"
+    assert alarms_of(tmp_path / "run") == []
+    losses = [one["loss"] for one in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert losses[-1] < losses[0] - 1, "it learns"
+
+
 def test_a_clean_run_has_no_alarm(runs: Runs) -> None:
     assert runs.told["clean"][0] == ("finished", [*range(1, STEPS + 1)])
     assert alarms_of(runs.of("clean")) == []

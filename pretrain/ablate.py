@@ -1,9 +1,7 @@
 """An ablation: variants of one recipe under one budget, each an ordinary run per seed; what came of it, with its noise.
 
 A seed draws the weights and orders the data, the same for all variants: a difference from the reference is taken seed
-by seed, so what a seed does to both cancels. Its standard error is that of the mean over seeds, and a difference counts
-where it exceeds Student's t at 95 % of that: with two seeds 12.7 standard errors, with three 4.3. Of twenty such
-comparisons one is wrong by chance.
+by seed, so what a seed does to both cancels. What counts as a difference: verdicts.py.
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ from pretrain.config import PROJECT_ROOT, RecipeError, RunConfig, to_toml
 from pretrain.figures import duration
 from pretrain.run_directory import RunDirectory
 from pretrain.variants import Budget, Variant, cost
+from pretrain.verdicts import Noise, difference, noise
 
 if TYPE_CHECKING:
     from pretrain.inspection import Inspected
     from pretrain.pace import Pace
 
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # two-sided, 1 to 9 degrees of freedom
-MOST_SEEDS = len(T_95) + 1
+MOST_SEEDS = 10
 
 Start = Callable[[Path, Path], int]  # a recipe and its run directory; gives the exit code
 
@@ -134,29 +132,6 @@ def is_finished(path: Path) -> bool:
 # ---------------------------------------------------------------- results
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Of held-out loss, from another variant, over the seeds that both have; None: one seed has no spread."""
-
-    mean: float
-    standard_error: float | None
-    verdict: str
-
-
-def difference(losses: Sequence[float], others: Sequence[float]) -> Difference:
-    """Seed by seed, losses minus others."""
-    apart = [one - other for one, other in zip(losses, others, strict=True)]
-    mean = statistics.fmean(apart)
-    if not math.isfinite(mean):
-        return Difference(mean, None, "not finite")
-    if len(apart) < 2:
-        return Difference(mean, None, "one seed: no verdict")
-    error = statistics.stdev(apart) / math.sqrt(len(apart))
-    if abs(mean) <= T_95[len(apart) - 2] * error or mean == 0:
-        return Difference(mean, error, "within the noise")
-    return Difference(mean, error, "better" if mean < 0 else "worse")
-
-
 def results(ablation: Ablation, inspect: Callable[[Path], Inspected], paces: Sequence[Pace]) -> dict[str, Any]:
     """All figures, JSON-able. `inspect` looks into a finished run; a pace for each variant."""
     rows: list[dict[str, Any]] = []
@@ -181,11 +156,19 @@ def results(ablation: Ablation, inspect: Callable[[Path], Inspected], paces: Seq
                 },
             }
         )
+    pooled = noise([_losses(row) for row in rows])
+    comparisons = 2 * len(rows) - 3 if ablation.is_ladder else len(rows) - 1  # the second row's two are one
     for number, row in enumerate(rows):
-        row["from_reference"] = _apart(row, rows[0]) if number else None
-        row["from_row_before"] = _apart(row, rows[number - 1]) if number and ablation.is_ladder else None
-    seeds = [ablation.recipe.seed + seed for seed in range(ablation.seeds)]
-    return {"budget": ablation.budget, "tokens": ablation.tokens, "seeds": seeds, "variants": rows}
+        row["from_reference"] = _apart(row, rows[0], pooled, comparisons) if number else None
+        before = rows[number - 1] if number and ablation.is_ladder else None
+        row["from_row_before"] = None if before is None else _apart(row, before, pooled, comparisons)
+    return {
+        "budget": ablation.budget,
+        "tokens": ablation.tokens,
+        "seeds": [ablation.recipe.seed + seed for seed in range(ablation.seeds)],
+        "noise": None if pooled is None else {**asdict(pooled), "comparisons": comparisons},
+        "variants": rows,
+    }
 
 
 def planned(variant: Variant, budget: Budget, target: int) -> dict[str, Any]:
@@ -225,8 +208,10 @@ def _mean(by_seed: Sequence[Sequence[float]]) -> list[float | None]:
     return [float(one) if math.isfinite(one) else None for one in means]
 
 
-def _apart(row: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    pair = [[math.nan if one is None else one for one in which["heldout_loss"]["each"]] for which in (row, other)]
-    found = difference(*pair)
-    mean = found.mean if math.isfinite(found.mean) else None
-    return {"mean": mean, "standard_error": found.standard_error, "verdict": found.verdict}
+def _losses(row: Mapping[str, Any]) -> list[float]:
+    return [math.nan if one is None else one for one in row["heldout_loss"]["each"]]
+
+
+def _apart(row: Mapping[str, Any], other: Mapping[str, Any], pooled: Noise | None, comparisons: int) -> dict[str, Any]:
+    found = asdict(difference(_losses(row), _losses(other), pooled, comparisons))
+    return {**found, "mean": found["mean"] if math.isfinite(found["mean"]) else None}

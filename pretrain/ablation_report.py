@@ -53,10 +53,13 @@ def _learnt(found: Mapping[str, Any], seeds: str) -> Table:
     for row in found["variants"]:
         cells = [row["label"], _shown(row["training_loss"]), _shown(row["heldout_loss"]), *_told(row["from_reference"])]
         rows.append([*cells, *(_told(row["from_row_before"]) if of_row else ())])
-    head = ["variant", "training loss", "held-out loss", "from the reference", "verdict"]
-    head += ["from the row before", "verdict"] if of_row else []
+    head = ["variant", "training loss", "held-out loss", "from the reference", "alone", "together"]
+    head += ["from the row before", "alone", "together"] if of_row else []
     title = f"{found['tokens']:,} tokens a run; {seeds}; differences of held-out loss ± standard error"
-    return Table(head, rows, (1, 2, 3, 5), title)
+    if found["noise"] is not None:
+        noise = "noise of one loss, pooled: {deviation:.4f}, {freedom} degrees of freedom, {comparisons} comparisons"
+        title += "; " + noise.format(**found["noise"])
+    return Table(head, rows, (1, 2, 3, 6), title)
 
 
 def _cost(found: Mapping[str, Any]) -> Table:
@@ -100,13 +103,12 @@ def _shown(spread: Mapping[str, Any], digits: int = 4) -> str:
     return f"{spread['mean']:.{digits}f}{noise}"
 
 
-def _told(apart: Mapping[str, Any] | None) -> tuple[str, str]:
+def _told(apart: Mapping[str, Any] | None) -> tuple[str, str, str]:
     if apart is None:
-        return "", "reference"
-    if apart["mean"] is None:
-        return "", apart["verdict"]
+        return "", "reference", "reference"
     error = "" if apart["standard_error"] is None else f" ± {apart['standard_error']:.4f}"
-    return f"{apart['mean']:+.4f}{error}", apart["verdict"]
+    shown = "" if apart["mean"] is None else f"{apart['mean']:+.4f}{error}"
+    return shown, apart["alone"], apart["together"]
 
 
 def markdown(tables: Sequence[Table]) -> str:

@@ -96,7 +96,8 @@ def newest_attempt(run: Path) -> Record:
 
 def status(run: Path, attempt: int) -> Record | None:
     """What status.json says of this attempt."""
-    said = checked(parsed(run / "status.json"), STATUS, {"max_steps": whole(0), "updated_at": instant})
+    may = {"max_steps": whole(0), "updated_at": instant, "seconds_left": amount}
+    said = checked(parsed(run / "status.json"), STATUS, may)
     return said if said is not None and said["attempt"] == attempt else None
 
 

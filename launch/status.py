@@ -7,6 +7,7 @@ other machines that share the directory. Their clocks are taken to agree within 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -184,12 +185,22 @@ def read(run: Path, now: float | None = None) -> Status:
         max_steps=max_steps,
         loss=steps[-1]["loss"] if steps else None,
         tokens_per_second=tokens / seconds if seconds else None,
-        seconds_left=(max_steps - step) * seconds / len(steps) if state == "running" and steps and max_steps else None,
+        seconds_left=_seconds_left(said, now, steps, step) if state == "running" else None,
         sign_seconds=min(ages, default=None),
         ranks=ranks,
         resume=next((one["resume"] for one in receipts.values() if one["resume"]), None),
         first_host=first_host,
     )
+
+
+def _seconds_left(said: Record, now: float, steps: Sequence[Record], step: int) -> float | None:
+    """As the run says, which counts evaluations and saves to come; else by the pace of its last steps."""
+    if said.get("seconds_left") is not None and said.get("updated_at") is not None:
+        return max(float(said["seconds_left"]) - (now - records.seconds(said["updated_at"])), 0.0)
+    if not steps or not said.get("max_steps"):
+        return None
+    mean = sum(float(one["step_seconds"]) for one in steps) / len(steps)
+    return (int(said["max_steps"]) - step) * mean
 
 
 def _restarts(marker: Path, attempt: int, now: float) -> bool:

@@ -336,6 +336,7 @@ class Report:
                 attempt=self._attempt,
                 global_step=self._state.global_step,
                 max_steps=self._config.schedule.max_steps,
+                seconds_left=round(self.seconds_left, 3) if state == "running" and self._pace.steps else None,
                 alarm=None if self._last_alarm is None else self._last_alarm.told(),
             )
         except OSError as error:

@@ -37,8 +37,8 @@ class Run:
         before = [{**record, "attempt": number} for number in range(1, attempt)]
         (self.path / "environment.json").write_text(json.dumps({"attempts": [*before, record]}))
 
-    def says(self, state: str, step: int, attempt: int = 1, seconds_ago: float = 1.0) -> None:
-        record = {"state": state, "attempt": attempt, "global_step": step, "max_steps": 100}
+    def says(self, state: str, step: int, attempt: int = 1, seconds_ago: float = 1.0, **more: Any) -> None:
+        record = {"state": state, "attempt": attempt, "global_step": step, "max_steps": 100, **more}
         (self.path / "status.json").write_text(json.dumps({**record, "updated_at": instant(seconds_ago)}))
 
     def lives(self, rank: int, doing: str = "trains", age: float = 0.5, since: float = 1.0, **more: Any) -> None:
@@ -88,6 +88,8 @@ def test_a_run_that_trains(run: Run) -> None:
         ("node-1", 101, "trains"),
     ]
     assert "step 5 of 100, 5.0%" in status.to_text()
+    run.says("running", 5, seconds_ago=10.0, seconds_left=250.0)  # it knows of evaluations to come
+    assert run.status().seconds_left == pytest.approx(240.0)
 
 
 @pytest.mark.parametrize(

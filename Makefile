@@ -46,8 +46,8 @@ slurm: $(INSTALLED) ## jobs of a SLURM of one's own on this machine; needs slurm
 browser: $(INSTALLED) ## reports seen in a real headless Chromium
 	$(BIN)/python -m pytest -m browser
 
-bench: $(INSTALLED) ## the benchmarks, each a ratio against a named reference
-	@for script in $(filter-out benchmarks/__init__.py benchmarks/corpus.py benchmarks/continuations.py benchmarks/data_%.py,$(wildcard benchmarks/*.py)); do echo "$$script"; $(BIN)/python $$script || exit 1; done
+bench: $(INSTALLED) ## every benchmark in its short form, each against a named reference, as one table in runs/benchmarks
+	@$(BIN)/python -m benchmarks
 
 clean: ## remove the virtualenv and what the demo made
 	rm -rf $(VENV) data/demo data/demo-tokenizer runs/make-demo runs/make-demo-uninterrupted

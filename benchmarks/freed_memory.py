@@ -3,7 +3,7 @@
 The real trainer on one rank with one thread, the demo's recipe on the sample corpus. Each measurement is a process of
 its own, since malloc cannot be set back; the two kinds take turns, and the ratio is that of the medians.
 
-    python benchmarks/freed_memory.py [--pairs 4] [--steps 30]
+    python benchmarks/freed_memory.py [--pairs 4] [--steps 30] [--json]
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--json", action="store_true", help="report as JSON")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -75,6 +76,9 @@ def main() -> None:
                 )
                 found.append(float(done.stdout.splitlines()[-1]))
     kept, default = (statistics.median(rates[kind]) for kind in ("kept", "default"))
+    if options.json:
+        print(json.dumps({"tokens_per_second": rates, "ratio": kept / default}, indent=2))
+        return
     print(f"freed memory kept    {kept:10,.0f} tokens/s")
     print(f"glibc's defaults     {default:10,.0f} tokens/s")
     print(f"ratio                {kept / default:10.2f}  (medians of {options.pairs} interleaved processes each)")

@@ -1,6 +1,6 @@
 """The loss in chunks beside the plain one: the memory of the process, and the time of a training step.
 
-    python benchmarks/loss.py [--pairs 5] [--layers 1] [--sequences 2] [--chunk-tokens 2048]
+    python benchmarks/loss.py [--pairs 5] [--layers 1] [--sequences 2] [--chunk-tokens 2048] [--json]
 
 Plain is what one writes first: all logits, cast to fp32, and torch's cross_entropy.
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import resource
 import statistics
 import subprocess
@@ -106,14 +107,13 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=2)
     parser.add_argument("--chunk-tokens", type=int, default=2048)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--json", action="store_true", help="report as JSON")
     parser.add_argument("--one", choices=KINDS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(peak_bytes(options.one, DTYPES[options.dtype], options.chunk_tokens))
         return
     plain, chunked = (measured_apart(kind, options) for kind in KINDS)
-    print(f"memory, {TOKENS:,} tokens × {VOCAB_SIZE:,} ids, {options.dtype}, {options.chunk_tokens:,} a chunk")
-    print(f"  plain {plain / 1e9:.2f} GB, chunked {chunked / 1e9:.2f} GB: {plain / chunked:.1f} × less")
 
     keep_freed_memory()
     torch.set_num_threads(1)
@@ -130,11 +130,17 @@ def main() -> None:
             seconds[kind].append(kinds[kind]()[0])
     plain_s, chunked_s = (seconds[kind] for kind in KINDS)
     ratio = statistics.median(ours / theirs for ours, theirs in zip(chunked_s, plain_s, strict=True))
+    medians = statistics.median(plain_s), statistics.median(chunked_s)
+    if options.json:
+        report = {"plain_bytes": plain, "chunked_bytes": chunked, "seconds": seconds, "time_ratio": ratio}
+        print(json.dumps(report, indent=2))
+        return
+    print(f"memory, {TOKENS:,} tokens × {VOCAB_SIZE:,} ids, {options.dtype}, {options.chunk_tokens:,} a chunk")
+    print(f"  plain {plain / 1e9:.2f} GB, chunked {chunked / 1e9:.2f} GB: {plain / chunked:.1f} × less")
     print(
         f"step with {options.layers} of the blocks of 0.5b, {options.sequences} × 2,048 tokens, {options.dtype}, "
         f"{options.chunk_tokens:,} a chunk, {options.pairs} pairs, seconds of one thread"
     )
-    medians = statistics.median(plain_s), statistics.median(chunked_s)
     print(f"  plain {medians[0]:.2f} s, chunked {medians[1]:.2f} s: {ratio:.3f} × as long")
 
 

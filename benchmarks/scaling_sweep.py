@@ -1,6 +1,6 @@
 """Small models of several sizes on several amounts of text, and a scaling law fitted to them. docs/scaling.md reads it.
 
-    python benchmarks/scaling_sweep.py --work DIR [--json FILE] [--plot FILE]
+    python benchmarks/scaling_sweep.py --work DIR [--json FILE] [--plot FILE] [--short]
 
 Every size is trained by `pretrain run` on every number of tokens, each time from the start and with a schedule of that
 length (a checkpoint in the midst of a longer schedule has a rate that is too high, and a worse loss than its tokens
@@ -8,7 +8,7 @@ could give: Hoffmann et al. 2022, section 3.1). No run reads a text twice. Held-
 on the same tokens for all. The text is English and code of the sample corpus.
 
 --work keeps data and runs: started again, the sweep goes on where it was, in the midst of a run too. Some twenty
-minutes on one core.
+minutes on one core. --short: nine runs of a few steps, which walk the road and make no law worth a name.
 """
 
 from __future__ import annotations
@@ -105,6 +105,21 @@ class Score:
     loss: float
 
 
+@dataclass(frozen=True)
+class Grid:
+    """Which trials there are."""
+
+    sizes: tuple[tuple[int, int], ...] = SIZES
+    tokens: tuple[int, ...] = TOKENS
+    rates: tuple[float, ...] = RATES
+    tuning_tokens: int = TUNING_TOKENS
+    other_seeds: tuple[int, ...] = OTHER_SEEDS
+
+
+WHOLE = Grid()
+SHORT = Grid(SIZES[:3], (2**13, 2**14, 2**15), RATES[:1], 2**14, ())
+
+
 def prepare_data(work: Path) -> None:
     """Tokenizer and token files of the sample corpus, made once."""
     if (work / "data" / "manifest.json").exists():
@@ -164,13 +179,14 @@ def run(trial: Trial, recipe: Path, work: Path) -> dict[str, Any]:
     return done
 
 
-def sweep(loss_of: Callable[[Trial], float]) -> list[Score]:
-    """All trials, the shorter first: rates at TUNING_TOKENS, other seeds there, then each size's rate on all TOKENS."""
-    scores = [Score(trial, loss_of(trial)) for trial in (Trial(*s, TUNING_TOKENS, r) for s in SIZES for r in RATES)]
-    best = {size: min((one for one in scores if one.trial.size == size), key=lambda one: one.loss) for size in SIZES}
-    middle = best[SIZES[len(SIZES) // 2]].trial
-    others = [replace(middle, seed=seed) for seed in OTHER_SEEDS]
-    rest = [replace(best[size].trial, tokens=count) for count in TOKENS if count != TUNING_TOKENS for size in SIZES]
+def sweep(loss_of: Callable[[Trial], float], grid: Grid = WHOLE) -> list[Score]:
+    """All trials, the shorter first: rates at the tuning tokens, other seeds there, then each size's rate on all."""
+    sizes, tuning = grid.sizes, grid.tuning_tokens
+    scores = [Score(trial, loss_of(trial)) for trial in (Trial(*s, tuning, r) for s in sizes for r in grid.rates)]
+    best = {size: min((one for one in scores if one.trial.size == size), key=lambda one: one.loss) for size in sizes}
+    middle = best[sizes[len(sizes) // 2]].trial
+    others = [replace(middle, seed=seed) for seed in grid.other_seeds]
+    rest = [replace(best[size].trial, tokens=count) for count in grid.tokens if count != tuning for size in sizes]
     return scores + [Score(trial, loss_of(trial)) for trial in others + rest]
 
 
@@ -191,15 +207,15 @@ def best_of_each(scores: list[Score]) -> list[Score]:
     return [best[place] for place in sorted(best)]
 
 
-def judge(scores: list[Score]) -> dict[str, Any]:
+def judge(scores: list[Score], grid: Grid = WHOLE) -> dict[str, Any]:
     """The law, how far the points are from it, and how little they fix it. JSON-able; `estimate --fit` reads it."""
     chosen = best_of_each(scores)
     points = [point(score) for score in chosen]
     name, source = "sample corpus", "benchmarks/scaling_sweep.py on English and code of the sample corpus"
     found = fit(points, name, source)
-    laws = bootstrap(points, BOOTSTRAPS, seed=1)
+    laws = bootstrap(points, BOOTSTRAPS if grid is WHOLE else 5, seed=1)
     spread = {key: sorted(getattr(law, key) for law in laws) for key in CONSTANTS}
-    middle = Trial(*SIZES[len(SIZES) // 2], TUNING_TOKENS, 0.0)
+    middle = Trial(*grid.sizes[len(grid.sizes) // 2], grid.tuning_tokens, 0.0)
     seeds = [one for one in scores if one.trial.tokens == middle.tokens and one.trial.seed != Trial.seed]
     rate = seeds[0].trial.peak_lr if seeds else None
     alike = [
@@ -300,6 +316,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, required=True, help="keep data and runs here, and go on from them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write points and law here, for `estimate --fit`")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them")
+    parser.add_argument("--short", action="store_true", help="nine short runs instead")
     return parser.parse_args(arguments)
 
 
@@ -311,8 +328,8 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     prepare_data(work)
     recipe = write_recipe(work)
-    scores = sweep(lambda trial: run(trial, recipe, work)["loss"])
-    judged = judge(scores)
+    grid = SHORT if options.short else WHOLE
+    judged = judge(sweep(lambda trial: run(trial, recipe, work)["loss"], grid), grid)
     if options.json:
         options.json.write_text(json.dumps(judged, indent=2) + "\n", encoding="utf-8")
     if options.plot:

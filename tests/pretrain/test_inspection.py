@@ -89,6 +89,7 @@ def test_queries_behind_a_cache_are_the_last_tokens() -> None:
     mask = causal_mask(3, 7, CPU)
     assert mask is not None
     assert float(largest_score(q, k, mask)) == pytest.approx(by_hand(q, k, mask[None, None]), rel=1e-5)
+    assert seen_of_row(None, 0, range(1), 1, 7, CPU).tolist() == [[True] * 7]
     one = q[:, :, :1]
     assert float(largest_score(one, k, None)) == pytest.approx(by_hand(one, k, torch.ones(1, 1, 1, 7)), rel=1e-5)
 
@@ -163,6 +164,7 @@ def test_gates_that_stay_open_are_saturated() -> None:
     model = small(bias=True)
     with torch.no_grad():
         model.layers[0].mlp.gate_proj.bias[:12] = 7
+        model.layers[0].mlp.up_proj.bias[:4] = -0.6  # so that these are below 0 with every token, and not dead
         model.layers[1].mlp.gate_proj.bias[:3] = -60  # silu(-60) · up is 1e-25 or so
         model.layers[1].mlp.gate_proj.bias[3:5] = 5  # open, and not yet linear
     activity = activity_of(model)

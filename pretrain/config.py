@@ -339,11 +339,11 @@ class HealthTable(_Table):
     save_batch: bool = True  # the documents of an alarm's step, as text
     observe_every_steps: Positive = 100  # one micro-batch of such a step is looked into
     update_ratio_above: PositiveRate = 1.0  # norm of a matrix's update over its own
-    attention_logit_above: PositiveRate = 100.0
+    attention_logit_above: PositiveRate = 1000.0
     dead_units_above: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9  # of a block's feed-forward
     hash_every_steps: Positive = 100  # the weights of all ranks are compared
     late_ratio: Annotated[float, Field(gt=1.0, le=1e6)] = 2.0  # a rank's own time in a step over the ranks' median
-    hang_seconds: PositiveRate = 300.0  # in one step, beyond what a step takes
+    hang_seconds: PositiveRate = 300.0  # without a sign of getting on, beyond the longest pause so far
 
 
 class DeepSpeedTable(_Table):

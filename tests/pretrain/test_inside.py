@@ -13,7 +13,7 @@ from tests.pretrain.written_run import train, write_run
 def look(step: int, **values: Any) -> dict[str, Any]:
     return {
         "kind": "observation", "step": step, "attempt": 1, "update_ratio": 0.01 * step, "update_ratio_of": "a matrix",
-        "update_ratio_median": 0.005, "attention_logit": 3.0 * step, "dead_units": 0.0, "saturated_units": 0.0,
+        "update_ratio_median": 0.005, "attention_logit": 30.0 * step, "dead_units": 0.0, "saturated_units": 0.0,
         "residual_rms_by_layer": [float(layer + step) for layer in range(9)], "at": "2026-01-01T00:30:00.000+00:00",
         **values,
     }  # fmt: skip
@@ -24,7 +24,7 @@ def test_what_was_looked_at_is_drawn(tmp_path: Path) -> None:
     run = read(write_run(tmp_path / "run", [*steps, look(2), look(4)]))
     assert [one.title for one in inside(run)] == ["Attention's scores", "Updates", "Residual stream"]
     scores, _, stream = inside(run)
-    assert "alarm above 100" in [entry.label for entry in scores.legend]  # 12 is more than a tenth of it
+    assert "alarm above 1000" in [entry.label for entry in scores.legend]  # 120 is more than a tenth of it
     assert [entry.label for entry in stream.legend] == [f"behind layer {layer}" for layer in (0, 2, 4, 6, 8)]
 
 

@@ -172,6 +172,7 @@ class OptimizerTable(_Table):
     beta1: Decay = 0.9
     beta2: Decay = 0.95
     eps: PositiveRate = 1e-8
+    fused: bool = True  # torch's own kernel, where AdamW is torch's
     weight_decay: Annotated[float, Field(ge=0.0, le=1e6)] = 0.1
     decay_embeddings: bool = True  # norms and biases are never decayed
     muon_momentum: Decay = 0.95
@@ -208,6 +209,7 @@ class PrecisionTable(_Table):
     moments: Literal["master", "fp32", "bf16"] = "master"  # "master": what the masters have
     compensation: Literal["none", "kahan", "stochastic"] = "none"
     accumulate: Literal["fp32", "bf16", "fp16"] = "fp32"
+    tf32: bool | Literal["auto"] = "auto"  # factors of fp32 matrix products on a GPU, see acceleration.py
     initial_scale_power: Annotated[int, Field(ge=0, le=32)] = 16
     loss_scale_window: Size = 1000
 
@@ -355,7 +357,7 @@ class RunConfig(_Table):
 
     seed: NotNegative = 1
     initial_weights: Place | None = None  # a checkpoint, or a run's newest; without it they are drawn from the seed
-    compile: bool = False  # the blocks through torch.compile: half a minute at the start, then faster steps
+    compile: bool | Literal["auto"] = "auto"  # the blocks through torch.compile: "auto" on GPUs, see acceleration.py
     model: ModelConfig
     data: DataTable
     batch: BatchTable
@@ -425,7 +427,7 @@ class RunConfig(_Table):
 
     @model_validator(mode="after")
     def _compiled_blocks_are_checkpointed_whole(self) -> RunConfig:
-        if self.compile and self.memory.activation_checkpointing == "selective":
+        if self.compile is True and self.memory.activation_checkpointing == "selective":
             raise ValueError(
                 'memory.activation_checkpointing "selective" chooses among the operations of a block, which '
                 'compile = true makes one: use "none", "every-2" or "full", or set compile = false'
@@ -611,7 +613,7 @@ def _refuse_unknown_keys(table: Mapping[str, Any], shape: type[BaseModel], prefi
 
 def _one_line(error: ValidationError) -> str:
     first = error.errors()[0]
-    union_tags = {"float", "literal['off']"}
+    union_tags = {"float", "literal['off']", "bool", "literal['auto']"}
     key = ".".join(str(part) for part in first["loc"] if part not in union_tags)
     if first["type"] == "missing":
         return f"{key} is missing: add it to the recipe"

@@ -142,6 +142,11 @@ def offload_refusal(ds_json: Mapping[str, Any], config: RunConfig) -> str | None
             f'an optimizer in main memory is AdamW: set optimizer.name = "adamw" instead of "{config.optimizer.name}", '
             "or remove zero_optimization.offload_optimizer"
         )
+    if not config.optimizer.fused:
+        return (
+            "an optimizer in main memory is torch's fused one: set optimizer.fused = true, or remove "
+            "zero_optimization.offload_optimizer"
+        )
     if config.precision.master == "bf16":
         return (
             "an optimizer in main memory keeps fp32 masters (DeepSpeed would take bf16 ones only with a CPU Adam that "
@@ -228,7 +233,7 @@ def resolve(ds_json: dict[str, Any], config: RunConfig, world_size: int, auto: C
     reason = offload_refusal(ds_json, config)
     if reason is not None:
         raise RecipeError(reason)
-    if config.compile and stage == 3:
+    if config.compile is True and stage == 3:
         raise RecipeError(
             "compile = true does not go with ZeRO-3, which gathers weights between a block's operations: "
             "use stage 0, 1 or 2, or set compile = false"
@@ -275,10 +280,10 @@ def resolve(ds_json: dict[str, Any], config: RunConfig, world_size: int, auto: C
 
 
 def is_torchs(config: RunConfig) -> bool:
-    """Whether the recipe's optimizer is torch's own AdamW."""
+    """Whether the recipe's optimizer is torch's own AdamW, in its fused kernel."""
     precision = config.precision
     plain = precision.compensation == "none" and precision.moments_dtype == precision.master
-    return config.optimizer.name == "adamw" and plain
+    return config.optimizer.name == "adamw" and config.optimizer.fused and plain
 
 
 def rounding_warnings(config: RunConfig) -> list[str]:

@@ -171,18 +171,6 @@ def precision_note(precision: PrecisionTable, device: torch.device) -> str | Non
     return None
 
 
-def refuse_without_compiler(device: torch.device) -> None:
-    """Compile something small. RecipeError where torch.compile does not work on this device, with its reason."""
-    try:
-        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
-    except Exception as error:  # a compiler may fail in any way; whatever it is, nothing has begun yet
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise RecipeError(
-            f"compile = true: torch.compile does not work here ({reason.strip()[:200]}): install a C++ compiler, "
-            "or set compile = false"
-        ) from None
-
-
 def keep_freed_memory() -> None:
     """Let glibc keep the memory that tensors free, instead of returning it to the system and faulting it in anew.
 

@@ -16,6 +16,7 @@ from data_pipeline.stream import TokenStream
 from model.accounting import parameter_count
 from model.loss import IGNORED
 from model.transformer import Transformer
+from pretrain.acceleration import compiles, multiply_in_tf32
 from pretrain.alive import SignOfLife
 from pretrain.attempt import agree, begin
 from pretrain.batching import BatchPlan
@@ -33,7 +34,7 @@ from pretrain.keeper import Kept
 from pretrain.metrics import Report
 from pretrain.observing import Observer
 from pretrain.receipts import Receipt
-from pretrain.resolve import rounding_warnings
+from pretrain.resolve import rounding_warnings, zero_stage
 from pretrain.retention import Retention
 from pretrain.run_directory import RunDirectory
 from pretrain.runtime import (
@@ -43,7 +44,6 @@ from pretrain.runtime import (
     one_ranks_fault,
     pick_device,
     precision_note,
-    refuse_without_compiler,
     seed_everything,
 )
 from pretrain.saving import Checkpoints, SaveResult
@@ -180,8 +180,8 @@ def train(
         inputs = Inputs.check(config, ranks.world_size, auto_compute(device))
     samples = TrainingSamples(config, inputs.codec)
     refuse_without_wandb(config.logging.wandb)
-    if config.compile:
-        refuse_without_compiler(device)
+    compiled = compiles(config, zero_stage(inputs.deepspeed), device)
+    multiply_in_tf32(config, inputs.compute, device)
     schedule = config.schedule
     directory = RunDirectory(path)
     if stop is None:
@@ -214,7 +214,7 @@ def train(
         stack.enter_context(life)
         if attempt.initial is not None:
             report.say(f"initial weights from {attempt.initial}")
-        for note in (precision_note(config.precision, device), *rounding_warnings(config)):
+        for note in (precision_note(config.precision, device), compiled.note, *rounding_warnings(config)):
             if note is not None:
                 report.say(note)
         engine = build_engine(inputs, ranks, device, attempt.initial)
@@ -368,7 +368,7 @@ def build_engine(inputs: Inputs, ranks: Ranks, device: torch.device, initial: Pa
     model.activation_checkpointing = config.memory.activation_checkpointing
     model.loss_chunk_tokens = config.memory.loss_chunk_tokens
     model.z_loss = config.loss.z_loss
-    if config.compile:
+    if compiles(config, zero_stage(inputs.deepspeed), device).on:
         model.compile_blocks()
     return TrainingEngine(model, config, inputs.deepspeed, ranks, device)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import resource
+import threading
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -60,7 +61,7 @@ class Report:
         self._attempt: int | None = None
         self._state = TrainState()
         self._log: MetricsLog | None = None
-        self._view = ProgressView(config.schedule.max_steps, active=False)
+        self._view = ProgressView(config.schedule.max_steps, active=active)
         self._sinks = Sinks(self.say)
         self._samples = steps_of(config.batch)
         self._pace = Pace()
@@ -71,10 +72,11 @@ class Report:
         self._forward_seconds, self._forward_tokens = 0.0, 0
         self._warned_of_grace = False
         self._warned_of_status = False
+        self._writing_status = threading.Lock()  # an alarm may come from another thread
         self._last_alarm: Alarm | None = None
 
     def __enter__(self) -> Report:
-        self._view = ProgressView(self._config.schedule.max_steps, active=self._active)
+        self._view.open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -330,10 +332,14 @@ class Report:
     def _write_status(self, state: RunState) -> None:
         if not self._active or self._attempt is None:
             return
+        with self._writing_status:
+            self._replace_status(state, self._attempt)
+
+    def _replace_status(self, state: RunState, attempt: int) -> None:
         try:
             self._directory.write_status(
                 state,
-                attempt=self._attempt,
+                attempt=attempt,
                 global_step=self._state.global_step,
                 max_steps=self._config.schedule.max_steps,
                 seconds_left=round(self.seconds_left, 3) if state == "running" and self._pace.steps else None,

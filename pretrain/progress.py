@@ -24,10 +24,13 @@ class ProgressView:
         self._active = active
         self._steps = steps
         self._live: Live | None = None
-        if active and sys.stderr.isatty():
+
+    def open(self) -> None:
+        """On a terminal, show the bar; until then, and elsewhere, there are lines."""
+        if self._active and sys.stderr.isatty():
             share = TextColumn("{task.percentage:.1f} %")
             self._bar = Progress(TextColumn("step {task.completed}/{task.total}"), BarColumn(), share)
-            self._task = self._bar.add_task("train", total=steps)
+            self._task = self._bar.add_task("train", total=self._steps)
             self._live = Live(self._bar, console=Console(stderr=True), refresh_per_second=4)
             self._live.start()
 

@@ -49,6 +49,7 @@ def test_the_pace_is_that_of_the_last_steps_whatever_their_size() -> None:
 def test_a_log_has_plain_lines_where_they_are_due(capsys: pytest.CaptureFixture[str]) -> None:
     view, silent = ProgressView(100, active=True), ProgressView(100, active=False)
     for one in (view, silent):
+        one.open()
         for step in range(1, 5):
             one.step(step, ["loss 1.0", "12,345 tokens/s"], due=step % 2 == 0)
         one.say("[red]what[/red] is said")
@@ -61,6 +62,7 @@ def test_a_log_has_plain_lines_where_they_are_due(capsys: pytest.CaptureFixture[
 ON_A_TERMINAL = """
 from pretrain.progress import ProgressView
 view = ProgressView(100, active=True)
+view.open()
 assert view.is_live
 for step in range(1, 41):
     view.step(step, ["loss 1.2345", "lr 1.00e-03", "grad norm 0.500", "12,345 tokens/s", "MFU 41.2%", "ETA 2 h 07 min",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,17 @@ class MetricsLog:
         _end_torn_line(path)
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
+        self._lock = threading.Lock()
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """One record, `values` in full precision, null where one is not finite (JSON has no infinity)."""
+        """One record, `values` in full precision, null where one is not finite (JSON has none). From any thread."""
         finite = {name: None if _is_not_finite(value) else value for name, value in values.items()}
         record = {"kind": kind, "step": step, "attempt": self.attempt, **finite, "at": now()}
-        waited = bool(self._unwritten)
-        self._unwritten += json.dumps(record, allow_nan=False).encode() + b"\n"
-        if not self._append() and not waited:
+        with self._lock:
+            waited = bool(self._unwritten)
+            self._unwritten += json.dumps(record, allow_nan=False).encode() + b"\n"
+            is_written = self._append()
+        if not is_written and not waited:
             self._say(f"warning: {self._path}: the disk is full: records wait in main memory until there is room")
 
     def close(self) -> None:

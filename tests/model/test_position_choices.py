@@ -99,6 +99,14 @@ def test_learned_adds_its_rows_and_learns_them() -> None:
     assert module.weight.grad[:, 0].tolist() == [4, 2, 0, 0, 0, 0, 0, 0, 0, 0]
 
 
+def test_learned_positions_begin_like_the_embedding(tiny_config: ModelConfig) -> None:
+    config = replace(tiny_config, positions="learned", init_std=0.05)
+    weight = Transformer(config, generator=seeded(2)).positions.weight
+    assert weight.shape == (48, 32)
+    assert float(weight.detach().std()) == pytest.approx(0.05, rel=0.1)
+    assert abs(float(weight.detach().mean())) < 0.01
+
+
 def test_only_learned_positions_have_parameters(tiny_config: ModelConfig) -> None:
     def names(choice: dict[str, Any]) -> set[str]:
         return {name for name, _ in Transformer(replace(tiny_config, **choice)).named_parameters()}

@@ -23,7 +23,6 @@ from pretrain.report import notes
 from pretrain.run_directory import RunDirectoryError
 from pretrain.state import Measured
 from tests.pretrain.test_health_run import (
-    BACK,
     BAD,
     STEPS,
     Leg,
@@ -39,12 +38,12 @@ from tests.ranks import run_ranks
 
 Tables = Callable[..., dict[str, Any]]
 STAGES = (0, 1, 2, 3)
+BACK = 3  # the newest checkpoint three steps or more before the bad one; that of step 6 lies behind it
 BACKWARDS: dict[str, Any] = {"loss_spike": "roll_back"}
 THROUGH = [*range(1, BAD + 1), *range(BACK + 1, BAD), *range(BAD + 1, STEPS + 1)]
 STRUCK = {  # behind which part of a roll back the process is lost: the steps that the next start runs
-    "loaded": [BAD, *range(BACK + 1, BAD), *range(BAD + 1, STEPS + 1)],
-    "recorded": [*range(BACK + 1, BAD), *range(BAD + 1, STEPS + 1)],
-    "cleared": [*range(BACK + 1, BAD), *range(BAD + 1, STEPS + 1)],
+    "loaded": [*range(7, BAD + 1), *range(BACK + 1, BAD), STEPS],
+    "recorded": [*range(BACK + 1, BAD), STEPS],
 }
 
 
@@ -56,7 +55,8 @@ class Made:
         self.told: dict[str, tuple[Told, Told]] = {}
         bad = {BAD: 9.0}
         one = tables_of(tiny_recipe, 2, **BACKWARDS)
-        twice = {**bad, BAD + 3: 9.0}
+        twice = {**bad, STEPS: 9.0}
+        nearer = tables_of(tiny_recipe, 2, **BACKWARDS, roll_back_steps=2)
         whole = {f"zero{stage}": tables_of(tiny_recipe, stage, **BACKWARDS) for stage in STAGES}
         self._launch(
             {name: Leg(tables, self.of(name), bad) for name, tables in whole.items()}
@@ -65,19 +65,14 @@ class Made:
             | {
                 "twice": Leg(one, self.of("twice"), twice),
                 "too-often": Leg(tables_of(tiny_recipe, 2, **BACKWARDS, roll_backs=1), self.of("too-often"), twice),
-                "marked": Leg(one, self.of("marked"), bad, {BACK: 3000.0}),
+                "marked": Leg(nearer, self.of("marked"), bad, {6: 3000.0}),
             }
         )
         for name in whole:
             shutil.copy(self.of(name) / "roll_backs.json", self.of(f"fresh-{name}"))
-        earlier = self.of("earlier") / "checkpoints"
-        shutil.copytree(self.of("zero2"), self.of("earlier"))
-        for step in range(6, STEPS + 1, 2):
-            shutil.rmtree(earlier / f"step-{step:08d}")
         self._launch(
             {f"fresh-{name}": Leg(tables, self.of(f"fresh-{name}"), bad) for name, tables in whole.items()}
             | {at: Leg(one, self.of(at), bad) for at in STRUCK}
-            | {"earlier": Leg(one, self.of("earlier"), bad)}
         )
 
     def of(self, name: str) -> Path:
@@ -106,7 +101,7 @@ def test_a_run_goes_back_and_leaves_the_step_out(stage: int, made: Made) -> None
     assert [(left["step"], left["first_sample"], left["samples"]) for left in records_of(run, "left_out")] == [
         (BAD, 8 * (BAD - 1), 8)
     ]
-    assert saved_steps(run) == [*range(2, STEPS + 1, 2)]
+    assert saved_steps(run) == [3, 6, 9]
     last = run / "checkpoints" / f"step-{STEPS:08d}"
     assert known_to(last) == (one,)
     assert known_to(run / "checkpoints" / f"step-{BACK:08d}") == ()
@@ -116,10 +111,10 @@ def test_a_run_goes_back_and_leaves_the_step_out(stage: int, made: Made) -> None
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_it_is_bit_for_bit_a_fresh_start_with_the_same_step_left_out(stage: int, made: Made) -> None:
-    """Of the fresh one the first seven steps were run without any fault, in a process that was then lost."""
+    """Of the fresh one the first four steps were run without any fault, in a process that was then lost."""
     assert made.told[f"fresh-zero{stage}"][0].ran == [*range(BACK + 1, BAD), *range(BAD + 1, STEPS + 1)]
     one, other = made.of(f"zero{stage}"), made.of(f"fresh-zero{stage}")
-    for step in range(2, STEPS + 1, 2):
+    for step in (3, 6, 9):
         name = f"step-{step:08d}"
         assert_same_checkpoint(one / "checkpoints" / name, other / "checkpoints" / name)
     losses = [{a["step"]: a["loss"] for a in read_metrics(run / "metrics.jsonl")} for run in (one, other)]
@@ -132,14 +127,7 @@ def test_killed_within_a_roll_back_the_next_start_ends_where_it_would_have(at: s
     run = made.of(at)
     assert made.told[at] == (("finished", STRUCK[at]),) * 2
     assert len(read(run / "roll_backs.json")) == 1
-    assert saved_steps(run) == [*range(2, STEPS + 1, 2)]
-    name = f"checkpoints/step-{STEPS:08d}/weights.safetensors"
-    assert (run / name).read_bytes() == (made.of("zero2") / name).read_bytes()
-
-
-def test_a_start_from_before_the_alarm_leaves_the_step_out_too(made: Made) -> None:
-    run = made.of("earlier")
-    assert made.told["earlier"][0] == ("finished", [*range(5, BAD), *range(BAD + 1, STEPS + 1)])
+    assert saved_steps(run) == [3, 6, 9]
     name = f"checkpoints/step-{STEPS:08d}/weights.safetensors"
     assert (run / name).read_bytes() == (made.of("zero2") / name).read_bytes()
 
@@ -158,24 +146,26 @@ def test_trace_plan_and_report_tell_of_the_step_that_is_left_out(made: Made) -> 
 
 
 def test_a_run_goes_back_as_often_as_it_may(made: Made) -> None:
-    run, later = made.of("twice"), BAD + 3
-    again = [*range(BAD + 2, later), *range(later + 1, STEPS + 1)]
-    assert made.told["twice"][0] == ("finished", [*THROUGH[: THROUGH.index(later) + 1], *again])
-    assert [(one.step, one.to_step) for one in read(run / "roll_backs.json")] == [(BAD, BACK), (later, BAD + 1)]
+    """The last step is bad too: the second time it goes back to step 6, and ends without either."""
+    run, later = made.of("twice"), STEPS
+    assert made.told["twice"][0] == ("finished", [*THROUGH, 7])
+    assert [(one.step, one.to_step) for one in read(run / "roll_backs.json")] == [(BAD, BACK), (later, 6)]
+    assert [one["step"] for one in records_of(run, "left_out")] == [BAD, BAD, STEPS]
+    assert saved_steps(run) == [3, 6, 9]
     outcome = made.told["too-often"][0].outcome
     assert outcome.startswith(f"step {later}: loss_spike ")
     assert "the run has gone back 1 times, health.roll_backs is 1; nothing of this step was saved" in outcome
-    assert saved_steps(made.of("too-often")) == [2, 4, 6, 8, 10]
+    assert saved_steps(made.of("too-often")) == [3, 6]
 
 
 def test_a_checkpoint_with_an_alarm_is_passed_over(made: Made) -> None:
-    """Of the step before the last healthy one, saved under the alarm of a gradient norm that was only warned of."""
+    """That of step 6 was saved under the alarm of a gradient norm, which was only warned of."""
     run = made.of("marked")
     assert made.told["marked"][0].outcome == "finished"
-    assert alarms_of(run)[:2] == [(BACK, "grad_norm_spike", "warn"), (BAD, "loss_spike", "roll_back")]
+    assert alarms_of(run)[:2] == [(6, "grad_norm_spike", "warn"), (BAD, "loss_spike", "roll_back")]
     (one,) = read(run / "roll_backs.json")
-    assert one.to_step == BACK - 2
-    marked = run / "checkpoints" / f"step-{BACK:08d}"  # of the second pass, which meets it again
+    assert one.to_step == 3
+    marked = run / "checkpoints" / "step-00000006"  # of the second pass, which meets it again
     assert measured_at(marked)["alarms"] == ["grad_norm_spike"]
     assert measured_at(marked)["healthy"] is True, "its numbers are finite, and a run may be resumed from it"
     assert not saved(marked).healthy

@@ -89,15 +89,22 @@ class Moment:
 
 def buffers(config: ModelConfig) -> tuple[Held, ...]:
     """What the model holds for good beside its parameters, whatever the dtype of these."""
-    symbols = {"T": config.seq_len, "d": config.d_model, "k": config.head_dim, "r": config.mla_rope_dim or 0}
     if config.positions == "sinusoidal":
-        return (_held("table of positions", "4·T·d", symbols),)
-    if config.positions != "rope":
-        return ()
-    table = "4·T·r" if config.attention == "mla" else "4·T·k"
-    grows = config.rope_scaling == "dynamic" and config.seq_len > (config.rope_original_seq_len or config.seq_len)
-    tables = _held("RoPE tables", table, symbols)
-    return (tables, _held("RoPE tables of the longest text", table, symbols)) if grows else (tables,)
+        return (_held("table of positions", "4·T·d", {"T": config.seq_len, "d": config.d_model}),)
+    return (_rope_tables("RoPE tables", config),) if config.positions == "rope" else ()
+
+
+def later_buffers(config: ModelConfig) -> tuple[Held, ...]:
+    """The same from the first pass on: "dynamic" RoPE keeps the tables of a text longer than it was trained with."""
+    trained = config.rope_original_seq_len or config.seq_len
+    grows = config.rope_scaling == "dynamic" and config.seq_len > trained
+    return (_rope_tables("RoPE tables of longer texts", config),) if grows else ()
+
+
+def _rope_tables(name: str, config: ModelConfig) -> Held:
+    if config.attention == "mla":
+        return _held(name, "4·T·r", {"T": config.seq_len, "r": config.mla_rope_dim or 0})
+    return _held(name, "4·T·k", {"T": config.seq_len, "k": config.head_dim})
 
 
 def forward(config: ModelConfig, work: Pass) -> tuple[Moment, ...]:

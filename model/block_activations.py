@@ -9,6 +9,7 @@ Symbols are those of `activations.LEGEND`.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -54,9 +55,12 @@ class Pass:
     def is_half(self) -> bool:
         return self.compute_bytes == 2
 
+    @functools.cached_property
+    def _period(self) -> int:
+        return checkpointing_period(self.checkpointing)
+
     def is_run_again(self, layer: int) -> bool:
-        period = checkpointing_period(self.checkpointing)
-        return period > 0 and layer % period == 0
+        return self._period > 0 and layer % self._period == 0
 
     def hides(self, config: ModelConfig) -> bool:
         """Whether a sliding window is shorter than the rows."""
@@ -75,8 +79,13 @@ class Kept:
 
     def __str__(self) -> str:
         """`b·t·w·(4·d + 2·h·k) + 4·b·t·(h + 2)`."""
-        kinds = (("b·t·w", self.numbers), ("4·b·t", self.exact))
-        return " + ".join(f"{each}·({_counted(names)})" for each, names in kinds if names) or "0"
+        return _text(self)
+
+
+@functools.lru_cache(maxsize=1024)
+def _text(kept: Kept) -> str:
+    kinds = (("b·t·w", kept.numbers), ("4·b·t", kept.exact))
+    return " + ".join(f"{each}·({_counted(names)})" for each, names in kinds if names) or "0"
 
 
 def _counted(names: Iterable[str]) -> str:

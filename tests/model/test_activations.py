@@ -106,7 +106,8 @@ def test_components_by_hand(tiny_config: ModelConfig) -> None:
 
 def test_tables_are_those_of_the_choice(tiny_config: ModelConfig) -> None:
     def tables(**changes: Any) -> int:
-        return sum(held.bytes for held in activations.buffers(replace(tiny_config, **changes)))
+        config = replace(tiny_config, **changes)
+        return sum(held.bytes for held in (*activations.buffers(config), *activations.later_buffers(config)))
 
     assert tables(positions="none") == tables(positions="learned") == 0
     assert tables(positions="sinusoidal") == 4 * 48 * 32
@@ -185,7 +186,7 @@ def small_matrices(config: ModelConfig) -> int:
 
 def grown_tables(config: ModelConfig, work: Pass) -> int:
     """Tables that stay behind the first pass over texts longer than those before."""
-    return 0 if work.documents else sum(held.bytes for held in activations.buffers(config)[1:])
+    return 0 if work.documents else sum(held.bytes for held in activations.later_buffers(config))
 
 
 CASES = {

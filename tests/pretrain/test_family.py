@@ -21,7 +21,7 @@ from pretrain.changes import differences
 from pretrain.checkpoint import CheckpointError, refuse_other_model
 from pretrain.config import RunConfig, parse_recipe, to_toml
 from pretrain.engine import process_group
-from pretrain.memory import _groups
+from pretrain.memory_sizes import group_sizes
 from pretrain.optimizer import build_optimizer, parameter_groups
 from pretrain.runtime import Ranks
 from pretrain.train import train_step
@@ -148,7 +148,7 @@ def test_what_is_decayed_and_what_the_budget_thinks_of_it(name: str, decay_embed
     assert decayed == (matrices if decay_embeddings else matrices - embeddings)
     assert not any(each.endswith((".bias", "norm.weight", "_gates", "mixing_logits")) for each in decayed)
     counted = [[p.numel() for p in group["params"]] for group in groups]
-    assert [list(group) for group in _groups(config.model, optimizer, decay_embeddings)[0]] == counted
+    assert [list(group) for group in group_sizes(config.model, optimizer, decay_embeddings)[0]] == counted
 
 
 # ---------------------------------------------------------------- recipes and checkpoints

@@ -15,7 +15,9 @@ from model.config import PRESETS
 from model.transformer import Transformer
 from pretrain.config import RecipeError, RunConfig
 from pretrain.engine import process_group
-from pretrain.memory import MOMENTS, PIECE, Budget, _Facts, _groups, budget
+from pretrain.engine_memory import PIECE, QUANTIZED_BLOCK
+from pretrain.memory import MOMENTS, Budget, budget
+from pretrain.memory_sizes import RankSizes, group_sizes
 from pretrain.resolve import resolve
 from pretrain.runtime import Ranks
 from tests.pretrain.recipe import recipe as smallest_recipe
@@ -102,19 +104,19 @@ def test_groups_are_the_optimizers() -> None:
 
 
 def groups_of(config: RunConfig) -> tuple[tuple[int, ...], ...]:
-    return _groups(config.model, config.optimizer.name, config.optimizer.decay_embeddings)[0]
+    return group_sizes(config.model, config.optimizer.name, config.optimizer.decay_embeddings)[0]
 
 
 def test_pieces_are_the_optimizers() -> None:
-    from pretrain import adamw, eight_bit, memory
+    from pretrain import adamw, eight_bit
 
     assert PIECE == adamw.PIECE
-    assert memory.QUANTIZED_BLOCK == eight_bit.BLOCK
+    assert QUANTIZED_BLOCK == eight_bit.BLOCK
 
 
 def test_partitions_cut_flat_groups() -> None:
     """Of tensors of 6, 3, 5 elements on two ranks the first has 6 and 1 of 3, padding included 8."""
-    facts = _Facts.of(recipe(TINY), resolve(of_stage(2, 1), recipe(TINY), 2), 2, "bf16", "cpu")
+    facts = RankSizes.of(recipe(TINY), resolve(of_stage(2, 1), recipe(TINY), 2), 2, "bf16", "cpu")
     facts = replace(facts, groups=((6, 3, 5),))
     assert (facts.partitions, facts.owned, facts.largest_piece) == ((8,), 9, 6)
     assert replace(facts, ranks=3, groups=((6, 3, 5),)).partitions == ((6,))
@@ -170,7 +172,7 @@ def test_any_part_of_a_ramp_may_accumulate(ramp: int, last: int, accumulates: bo
     }  # fmt: skip
     config = smallest_recipe(batch=batch)
     resolved = resolve({"zero_optimization": {"stage": 2}}, config, 2)
-    assert _Facts.of(config, resolved, 2, "bf16", "cuda").later is accumulates
+    assert RankSizes.of(config, resolved, 2, "bf16", "cuda").later is accumulates
 
 
 def test_muon_orthogonalizes_hidden_matrices_alone() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 from pretrain.config import Compute, RunConfig
 from pretrain.device_memory import GB, described, show_size
-from pretrain.fit import Fit, Search
+from pretrain.fit import Search
+from pretrain.fit_found import Fit
 
 DEVICES_GB = (8, 12, 16, 24, 40, 80, 141)  # as sold; a device shows a little more or less
 RANKS = (1, 2, 4, 8)

@@ -1,4 +1,4 @@
-"""What to change so that a recipe fits: a cost model for every change that saves memory, and searches by it.
+"""What to change so that a recipe fits: an order of all changes that save memory, and searches by it.
 
 A change never touches the global batch, the order of data or the schedule: a smaller micro-batch means more of them.
 Whatever is proposed has been through `resolve` and `memory.budget`, so nothing is named that the engine refuses.
@@ -9,265 +9,30 @@ Whatever is proposed has been through `resolve` and `memory.budget`, so nothing 
    memory and to its links, and is the last resort.
 2. numerics: those of the recipe; gradients summed in 16 bits; bf16 masters and moments with Kahan compensation (which
    keeps what bf16 loses of the masters, not of the moments); both. All else here leaves the mathematics as it is.
-3. time per token, `seconds_per_token`: a sum of arithmetic, communication and traffic with the host.
-
-**Time per token** of one rank, in seconds on a stated machine, of which only the order matters:
-
-- Arithmetic: (training FLOPs + FLOPs computed again) / 1.25e14, 40 % of an A100's dense bf16 peak (3.12e14, NVIDIA's
-  data sheet). FLOPs are `model.accounting.flops_per_token`'s, causal. Checkpointing computes again: "full" the forward
-  pass of all blocks, "every-N" of each N-th, "selective" no product (Korthikanti et al. 2022, section 5), its norms,
-  RoPE and SiLU taken as 5 % of a step.
-- A micro-step of t tokens runs at t / (t + 512) of that rate: small products leave a GPU idle. 512 is an assumption.
-- Communication by volumes of ZeRO (Rajbhandari et al. 2020, section 7), w the bytes of all weights, g those of all
-  gradients in the dtype they are summed in, n ranks, at 25 GB/s (PCIe 4.0 × 16), nothing of it hidden behind
-  arithmetic: (n − 1)/n of 2g an optimizer step in stage 0, of g + w in stage 1; in stage 2 of g a micro-step and w a
-  step; in stage 3 of g + 2w a micro-step. So a small micro-batch costs more the higher the stage.
-- An offloaded optimizer: gradients to the host and weights back over the same link (the gradients a micro-step under
-  ZeRO-2 and 3), and AdamW on the CPU, 30 bytes a parameter at 50 GB/s. Offloaded parameters are fetched twice a
-  micro-step. What lies on NVMe is read and written at 3 GB/s.
+3. time per token, `fit_cost.seconds_per_token`: a sum of arithmetic, communication and traffic with the host.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
-from model.accounting import flops_per_token, parameter_count
 from pretrain.config import PROJECT_ROOT, Compute, RecipeError, RunConfig, from_root, parse_recipe, show
-from pretrain.device_memory import GB, PROCESS_BYTES, DeviceMemory, show_size
-from pretrain.memory import BYTES, MOMENTS, Budget, budget
-from pretrain.resolve import read_json, resolve, zero_stage
+from pretrain.device_memory import DeviceMemory, show_size
+from pretrain.fit_cost import Choice, Layout, Numerics, recomputed_share, seconds_per_token
+from pretrain.fit_found import FRAGMENTATION, Change, Fit, Kind, Need, Proposal
+from pretrain.memory import budget
+from pretrain.resolve import read_json, resolve
 
-# What a caching allocator cannot use of memory that was cut into pieces, of the peak.
-FRAGMENTATION = 0.05
-
-# The machine of the cost model, per second.
-FLOPS = 0.4 * 3.12e14
-LINK_BYTES = 25e9
-HOST_BYTES = 50e9
-NVME_BYTES = 3e9
-HALF_RATE_TOKENS = 512
-SELECTIVE_SHARE = 0.05
-CPU_ADAMW_BYTES = 30  # reads gradient 4, master 4, moments 8; writes master 4, moments 8, weight 2
 MOST_TOKENS = 65_536  # of a micro-step; more gain less than a hundredth
-
 MODES = ("none", "selective", "every-2", "full")
 MOST_RANKS = 1024
 MOST_SIZES = 24
 LEAST_RELIEF = 0.05  # of what a rank needs: a change that saves less changes nothing
-
-Where = Literal["none", "cpu", "nvme"]
-Kind = Literal["cpu", "cuda"]
-
-
-# ---------------------------------------------------------------- what a configuration needs
-
-
-@dataclass(frozen=True)
-class Need:
-    """What one rank of a configuration needs: the predicted peak, and what is set aside beside it. Bytes.
-
-    On a CPU what is offloaded lies in the same memory, so `peak_bytes` holds it too and `host_bytes` is 0.
-    """
-
-    peak_bytes: int
-    moment: str
-    process_bytes: int
-    fragmentation_bytes: int
-    host_bytes: int
-
-    @classmethod
-    def of(cls, held: Budget, kind: Kind) -> Need:
-        shared = kind == "cpu"
-        totals = {moment: held.at(moment) + (held.at(moment, "host") if shared else 0) for moment in MOMENTS}
-        moment = max(totals, key=totals.__getitem__)
-        peak = totals[moment]
-        host = 0 if shared else held.peak_bytes("host")
-        return cls(peak, moment, PROCESS_BYTES[kind], round(FRAGMENTATION * peak), host)
-
-    @property
-    def total_bytes(self) -> int:
-        return self.peak_bytes + self.process_bytes + self.fragmentation_bytes
-
-    def fits(self, memory: DeviceMemory) -> bool:
-        on_host = memory.host_bytes is None or self.host_bytes <= memory.host_bytes
-        return self.total_bytes <= memory.total_bytes and on_host
-
-
-# ---------------------------------------------------------------- what may be chosen
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A DeepSpeed JSON, by what decides here."""
-
-    path: str
-    json: dict[str, Any]
-    stage: int
-    optimizer: Where
-    parameters: Where
-
-    @classmethod
-    def read(cls, path: str) -> Layout:
-        ds_json = read_json(from_root(path))
-        stage = zero_stage(ds_json)
-
-        def where(key: str) -> Where:
-            section = ds_json["zero_optimization"].get(key)
-            device = section.get("device", "none") if isinstance(section, Mapping) else "none"
-            return "cpu" if device == "cpu" else "nvme" if device == "nvme" else "none"
-
-        return cls(path, ds_json, stage, where("offload_optimizer"), where("offload_param"))
-
-    @property
-    def offload_level(self) -> int:
-        """0 none, 1 the optimizer in main memory, 2 parameters too, 3 the optimizer on NVMe, 4 parameters too."""
-        places = {"none": 0, "cpu": 1, "nvme": 3}
-        return max(places[self.optimizer], places[self.parameters] + 1 if self.parameters != "none" else 0)
-
-    @property
-    def kind(self) -> tuple[int, Where, Where]:
-        return self.stage, self.optimizer, self.parameters
-
-
-@dataclass(frozen=True)
-class Numerics:
-    """Dtypes that give up something of the recipe's, the more the higher the level."""
-
-    level: int
-    values: tuple[tuple[str, str], ...]  # of [precision]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One point of the search: everything that it may set."""
-
-    micro_batch_size: int
-    checkpointing: str
-    layout: Layout
-    numerics: Numerics
-    asynchronous: bool = False  # saving, from a copy
-
-
-@dataclass(frozen=True)
-class Change:
-    """One thing to set; its values are the recipe's keys, several where they belong together."""
-
-    values: tuple[tuple[str, Any], ...]
-
-    def to_text(self) -> str:
-        return " with ".join(f"{key} = {json.dumps(value)}" for key, value in self.values)
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A configuration that the engine takes, what it needs, and the changes that lead to it, cheapest first.
-
-    `seconds_per_token` is the cost model's.
-    """
-
-    config: RunConfig
-    choice: Choice
-    changes: tuple[Change, ...]
-    need: Need
-    seconds_per_token: float
-    accumulation_steps: int
-
-    @property
-    def values(self) -> list[tuple[str, Any]]:
-        return [pair for change in self.changes for pair in change.values]
-
-    def to_text(self) -> str:
-        """`batch.micro_batch_size = 2 and memory.activation_checkpointing = "full"`."""
-        return _listed([change.to_text() for change in self.changes])
-
-    def to_toml(self) -> str:
-        """The changed lines of the recipe, under their tables."""
-        tables: dict[str, list[str]] = {}
-        for key, value in self.values:
-            table, _, name = key.partition(".")
-            tables.setdefault(table, []).append(f"{name} = {json.dumps(value)}")
-        return "\n\n".join("\n".join([f"[{table}]", *lines]) for table, lines in tables.items())
-
-    def to_overrides(self) -> list[str]:
-        """The same as values of `--set`."""
-        return [f"{key}={value}" for key, value in self.values]
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        precision = self.config.precision
-        return {
-            "micro_batch_size": self.choice.micro_batch_size,
-            "gradient_accumulation_steps": self.accumulation_steps,
-            "activation_checkpointing": self.choice.checkpointing,
-            "deepspeed": self.choice.layout.path,
-            "accumulate": precision.accumulate,
-            "master": precision.master,
-            "compensation": precision.compensation,
-            "needed_bytes": self.need.total_bytes,
-            "peak_bytes": self.need.peak_bytes,
-            "peak_moment": self.need.moment,
-            "host_bytes": self.need.host_bytes,
-            "seconds_per_token": self.seconds_per_token,
-            "changes": dict(self.values),
-        }
-
-
-def _listed(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
-
-
-# ---------------------------------------------------------------- the cost model
-
-
-def recomputed_share(config: RunConfig, mode: str) -> float:
-    """FLOPs that checkpointing computes again, as a share of those of a training step."""
-    model = config.model
-    total = flops_per_token(model).causal
-    blocks = total / 3 - 2 * model.vocab_size * model.d_model  # forward; the head is no block's
-    if mode == "none":
-        return 0.0
-    if mode == "selective":
-        return SELECTIVE_SHARE
-    period = 1 if mode == "full" else int(mode.removeprefix("every-"))
-    return blocks / total * (model.n_layers // period) / model.n_layers
-
-
-def seconds_per_token(config: RunConfig, choice: Choice, world_size: int, compute: Compute) -> float:
-    """The cost model of this module's docstring, for one rank."""
-    layout, stage = choice.layout, choice.layout.stage
-    micro_tokens = choice.micro_batch_size * config.model.seq_len
-    step_tokens = config.batch.global_batch_size * config.model.seq_len / world_size
-    parameters = parameter_count(config.model)
-    weights = parameters * BYTES[compute]
-    accumulate = dict(choice.numerics.values).get("accumulate", config.precision.accumulate)
-    gradients = parameters * BYTES[accumulate]
-    others = (world_size - 1) / world_size
-
-    repeated = 1 + recomputed_share(config, choice.checkpointing)
-    flops = flops_per_token(config.model).causal * repeated * (1 + HALF_RATE_TOKENS / micro_tokens)
-    a_micro_step = {2: gradients, 3: gradients + 2 * weights}.get(stage, 0) * others / LINK_BYTES
-    a_step = {0: 2 * gradients, 1: gradients + weights, 2: weights}.get(stage, 0) * others / LINK_BYTES
-    if layout.optimizer != "none":
-        owned = parameters / world_size
-        to_host = owned * BYTES[accumulate] / LINK_BYTES
-        a_micro_step += to_host if stage >= 2 else 0
-        a_step += to_host if stage < 2 else 0
-        a_step += owned * (CPU_ADAMW_BYTES / HOST_BYTES + BYTES[compute] / LINK_BYTES)
-        if layout.optimizer == "nvme":
-            a_step += owned * 2 * 12 / NVME_BYTES
-    if layout.parameters != "none":
-        rate = NVME_BYTES if layout.parameters == "nvme" else LINK_BYTES
-        a_micro_step += 2 * weights / world_size / rate
-    return flops / FLOPS + a_micro_step / micro_tokens + a_step / step_tokens
-
-
-# ---------------------------------------------------------------- the search
 
 
 class Search:
@@ -551,86 +316,6 @@ def shortest_changes(
     under, so neither stage nor dtypes.
     """
     return Search(config, world_size, memory.kind, compute).shortest_changes(memory, resumable=resumable)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The first configuration that fits, and in order those tried before it; else the smallest, and what would do.
-
-    Not tried is what is dearer than one tried before and no smaller, and what no micro-batch would make fit.
-    """
-
-    passed_over: tuple[Proposal, ...]  # of kinds that cannot fit, before the first that can, the smallest of each
-    tried: tuple[Proposal, ...]
-    chosen: Proposal | None
-    smallest: Proposal  # `chosen`, or what needs least
-    memory: DeviceMemory
-    world_size: int
-    enough_ranks: int | None  # where nothing fits: so many such devices would do
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        chosen = self.chosen
-        return {
-            "device_memory_bytes": self.memory.total_bytes,
-            "passed_over": [one.to_dict() for one in self.passed_over],
-            "tried": [one.to_dict() for one in self.tried],
-            "chosen": None if chosen is None else chosen.to_dict(),
-            "smallest": self.smallest.to_dict(),
-            "toml": None if chosen is None else chosen.to_toml(),
-            "set": None if chosen is None else chosen.to_overrides(),
-            "enough_ranks": self.enough_ranks,
-        }
-
-    def to_text(self) -> str:
-        """The same for people."""
-        shown = (*self.passed_over, *self.tried)
-        fastest = (self.tried or self.passed_over)[0].seconds_per_token
-        lines = [
-            f"configurations for {self.world_size} × {show_size(self.memory.total_bytes)} in the order tried, cheapest "
-            "first (pretrain/fit.py)",
-            "    batch × accumulation  checkpointing  DeepSpeed JSON                masters, sums         needs  "
-            "time/token",
-        ]
-        for one in shown:
-            mark = "*" if one is self.chosen else "-" if one in self.passed_over else " "
-            precision = one.config.precision
-            kahan = "" if precision.compensation == "none" else f" {precision.compensation}"
-            batch = f"{one.choice.micro_batch_size} × {one.accumulation_steps}"
-            dtypes = f"{precision.master}{kahan}, {precision.accumulate}"
-            host = f"  + host {show_size(one.need.host_bytes)}" if one.choice.layout.offload_level else ""
-            lines.append(
-                f"  {mark} {batch:>20}  {one.choice.checkpointing:<13}  {one.choice.layout.path:<28}  {dtypes:<16}  "
-                f"{show_size(one.need.total_bytes):>9}  {one.seconds_per_token / fastest:10.2f}{host}"
-            )
-        if self.passed_over:
-            lines.append("  - the smallest of its kind of numerics and offloading, none of which can fit")
-        if self.chosen is None:
-            return "\n".join(lines)
-        if not self.chosen.changes:
-            return "\n".join([*lines, "  * fits: the recipe as it is"])
-        sets = " ".join(f"--set {override}" for override in self.chosen.to_overrides())
-        toml = self.chosen.to_toml()
-        return "\n".join([*lines, "  * the first that fits; in the recipe:", "", toml, "", f"or {sets}"])
-
-    def failure(self) -> str:
-        """One line where nothing fits."""
-        smallest, memory = self.smallest, self.memory
-        gigabytes = math.ceil(smallest.need.total_bytes / GB)
-        ranks = "" if self.enough_ranks is None else f", or {self.enough_ranks} ranks with one such device each"
-        return (
-            f"nothing fits {self.world_size} × {show_size(memory.total_bytes)}: the smallest, with "
-            f"{smallest.to_text() if smallest.changes else 'the recipe as it is'}, needs "
-            f"{show_size(smallest.need.total_bytes)} a rank: {_devices(gigabytes, smallest, memory)} would do{ranks}"
-        )
-
-
-def _devices(gigabytes: int, smallest: Proposal, memory: DeviceMemory) -> str:
-    if memory.host_bytes is not None and smallest.need.host_bytes > memory.host_bytes:
-        return (
-            f"{show_size(smallest.need.host_bytes)} of main memory a rank (this one has {show_size(memory.host_bytes)})"
-        )
-    return f"a device of {gigabytes} GB"
 
 
 def first_fit(config: RunConfig, world_size: int, memory: DeviceMemory, compute: Compute) -> Fit:

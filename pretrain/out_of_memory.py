@@ -13,7 +13,8 @@ import torch
 from pretrain.checkpoint import list_checkpoints
 from pretrain.config import Compute, RunConfig
 from pretrain.device_memory import resident_bytes, show_size
-from pretrain.fit import Need, relief
+from pretrain.fit import relief
+from pretrain.fit_found import Need
 from pretrain.held import live_bytes
 
 # Said by torch's allocators, by C++'s, by the driver and by the system; all but the first kind as RuntimeErrors.

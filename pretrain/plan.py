@@ -14,7 +14,7 @@ from model.activations import LEGEND as PASS_LEGEND
 from pretrain.batching import BatchPlan, steps_of
 from pretrain.config import Compute, RecipeError, RunConfig, from_root, parse_recipe, show
 from pretrain.device_memory import GB, MB, DeviceMemory, show_size
-from pretrain.fit import FRAGMENTATION, Need
+from pretrain.fit_found import FRAGMENTATION, Need
 from pretrain.memory import BYTES, LEGEND, MOMENTS, Budget, budget
 from pretrain.resolve import read_json, resolve, rounding_warnings, zero_stage
 

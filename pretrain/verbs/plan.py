@@ -74,7 +74,8 @@ def plan(
     """Tokens, steps and memory of a recipe, before anything is started; exit 2 if it cannot run or fit."""
     from pretrain.config import RecipeError, load_recipe, refuse_split_windows
     from pretrain.device_memory import DeviceMemory, described, ranks_here, this_device
-    from pretrain.fit import Fit, first_fit, too_big
+    from pretrain.fit import first_fit, too_big
+    from pretrain.fit_found import Fit
     from pretrain.plan import AUTO_IS, parse_memory
     from pretrain.plan import plan as make_plan
 

@@ -10,20 +10,9 @@ from pretrain import __main__ as command_line
 from pretrain.config import PROJECT_ROOT, RecipeError, load_recipe, parse_recipe, to_toml
 from pretrain.device_memory import GB, MB, DeviceMemory, described
 from pretrain.device_presets import DEVICES_GB, RANKS
-from pretrain.fit import (
-    Choice,
-    Layout,
-    Need,
-    Numerics,
-    Search,
-    first_fit,
-    needed,
-    recomputed_share,
-    relief,
-    seconds_per_token,
-    shortest_changes,
-    too_big,
-)
+from pretrain.fit import Search, first_fit, needed, relief, shortest_changes, too_big
+from pretrain.fit_cost import Choice, Layout, Numerics, recomputed_share, seconds_per_token
+from pretrain.fit_found import Need
 from pretrain.memory import Budget, Part
 from pretrain.resolve import read_json, resolve
 from tests.pretrain.recipe import recipe

@@ -1,13 +1,15 @@
 """What `pretrain.memory.budget` predicts a rank to hold, beside what the real engine holds, on two CPU ranks.
 
-    python benchmarks/memory.py [--model small|mini|0.5b] [--stage N]... [--only TEXT] [--seq-len N] [--steps N]
-        [--quick] [--json]
+    python benchmarks/memory.py [--model small|mini|0.5b|components] [--stage N]... [--only TEXT] [--seq-len N]
+        [--checkpointing MODE] [--steps N] [--quick] [--json]
 
-Each case is a launch of its own: model and engine are built, some updates of two micro-batches are made, one is
-measured, then an evaluation and the gathering of weights for a checkpoint. Static: the storages of all live tensors
-between the engine's calls, when they are most. Peak: what torch's allocator holds at one time, from allocations and
-releases, those inside operations included (pretrain/held.py); the larger rank's. Not the process's size. fp16 is
-computed too, of which DeepSpeed must be told that a CPU can.
+`components`: a model of every choice that is not Llama's, in bf16 with fp32 masters (memory_cases.py).
+
+Each case is a launch of its own, those of components are one for all: model and engine are built, some updates of two
+micro-batches are made, one is measured, then an evaluation and the gathering of weights for a checkpoint. Static: the
+storages of all live tensors between the engine's calls, when they are most. Peak: what torch's allocator holds at one
+time, from allocations and releases, those inside operations included (pretrain/held.py); the larger rank's. Not the
+process's size. fp16 is computed too, of which DeepSpeed must be told that a CPU can.
 
 Ends with 1 where a ratio is outside: static by more than 2 %, the peak of all moments by more than 10 %. `0.5b` needs
 up to 17 GB for the two ranks, and some minutes a case. --only takes cases whose name has the text, such as
@@ -18,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import sys
 import threading
@@ -35,71 +36,22 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before this folder, whose tokenizer.py is no package
 
+from benchmarks.memory_cases import SHAPES, WORLD_SIZE, Case, cases, component_cases
 from data_pipeline.loader import Batch
 from model.transformer import Transformer
 from pretrain.batching import BatchPlan
-from pretrain.config import Compute, RecipeError, RunConfig, parse_recipe
+from pretrain.config import RunConfig
 from pretrain.engine import TrainingEngine, process_group
 from pretrain.held import PeakTracker
-from pretrain.memory import MOMENTS, Budget, budget
-from pretrain.resolve import read_json, resolve
+from pretrain.memory import MOMENTS
 from pretrain.runtime import Ranks
 from pretrain.snapshot import Snapshot
 from pretrain.train import train_step
 from tests.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parents[1]
-WORLD_SIZE = 2
-MICRO_STEPS = 2
 STATIC_WITHIN, PEAK_WITHIN = 0.02, 0.10
 CPU = torch.device("cpu")
 COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor", "broadcast")
-
-# compute, master, sums
-PRECISIONS: tuple[tuple[Compute, str, str], ...] = (
-    ("bf16", "fp32", "bf16"),
-    ("bf16", "fp32", "fp32"),
-    ("bf16", "bf16", "bf16"),
-    ("bf16", "bf16", "fp32"),
-    ("fp32", "fp32", "fp32"),
-    ("fp16", "fp32", "fp16"),
-    ("fp16", "fp32", "fp32"),
-)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model and a micro-batch; buckets are those of ds_configs, divided so that they stay smaller than the model."""
-
-    model: dict[str, Any]
-    checkpointing: str
-    loss_chunk_tokens: int
-    buckets_divided_by: int
-
-
-SHAPES = {
-    "small": Shape(
-        {
-            "preset": "mini", "vocab_size": 2048, "d_model": 128, "n_layers": 4, "n_heads": 2, "n_kv_heads": 1,
-            "d_ff": 352, "seq_len": 64,
-        },
-        "full", 32, 500,
-    ),
-    "mini": Shape({"preset": "mini", "seq_len": 256}, "none", 128, 20),
-    "0.5b": Shape({"preset": "0.5b", "seq_len": 256}, "full", 128, 1),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    config: RunConfig
-    deepspeed: dict[str, Any]
-    compute: Compute
-
-    @property
-    def predicted(self) -> Budget:
-        return budget(self.config, self.deepspeed, WORLD_SIZE, compute=self.compute, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -155,45 +107,6 @@ class Comparison:
 HEADER = f"{'MB a rank':<36} {'static':>9} {'measured':>9} {'ratio':>6}  {'peak':>9} {'measured':>9} {'ratio':>6}  " + (
     f"{'moment':<10}  ratio in {', '.join(MOMENTS)}"
 )
-
-
-# ---------------------------------------------------------------- the cases
-
-
-def recipe(shape: Shape, micro_steps: int = MICRO_STEPS, **tables: dict[str, Any]) -> RunConfig:
-    """A run of `shape`, one window a micro-batch; other tables take the place of those here."""
-    return parse_recipe(
-        {
-            "model": shape.model,
-            "data": {"path": "unused", "tokenizer": "unused"},
-            "batch": {"global_batch_size": micro_steps * WORLD_SIZE, "micro_batch_size": 1},
-            "schedule": {"peak_lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 2, "max_steps": 100},
-            "memory": {"activation_checkpointing": shape.checkpointing, "loss_chunk_tokens": shape.loss_chunk_tokens},
-            "evaluation": {"every_steps": 50},
-            "checkpoint": {"every_steps": 50},
-            **tables,
-        }
-    )
-
-
-def of_stage(stage: int, divided_by: int) -> dict[str, Any]:
-    """ds_configs/zeroN.json with every number of elements divided."""
-    ds_json = read_json(ROOT / "ds_configs" / f"zero{stage}.json")
-    for key, value in ds_json["zero_optimization"].items():
-        if key != "stage" and isinstance(value, int) and not isinstance(value, bool):
-            ds_json["zero_optimization"][key] = value // divided_by
-    return ds_json
-
-
-def cases(shape: Shape, stages: Iterator[int] | list[int], micro_steps: int = MICRO_STEPS) -> Iterator[Case]:
-    """Every precision that each stage runs."""
-    for stage, (compute, master, sums) in itertools.product(stages, PRECISIONS):
-        try:
-            config = recipe(shape, micro_steps, precision={"compute": compute, "master": master, "accumulate": sums})
-            resolved = resolve(of_stage(stage, shape.buckets_divided_by), config, WORLD_SIZE)
-        except RecipeError:  # what the engine does not have
-            continue
-        yield Case(f"zero{stage} {compute} master {master} sums {sums}", config, resolved, compute)
 
 
 # ---------------------------------------------------------------- measuring
@@ -312,9 +225,15 @@ def wait_for_threads() -> None:
         time.sleep(0.001)
 
 
-def measured_alone(ranks: Ranks, case: Case, steps: int = 1) -> Held:
+def measured_each(ranks: Ranks, chosen: list[Case], steps: int = 1) -> list[Held]:
     with ready_for_fp16(), process_group(CPU):
-        return measured(ranks, case, steps)
+        return [measured(ranks, case, steps) for case in chosen]
+
+
+def compared(chosen: list[Case], steps: int = 1) -> list[Comparison]:
+    """In one launch."""
+    by_rank = run_ranks(WORLD_SIZE, measured_each, chosen, steps)
+    return [Comparison.of(case, list(held)) for case, *held in zip(chosen, *by_rank, strict=True)]
 
 
 def main() -> None:
@@ -323,6 +242,7 @@ def main() -> None:
     parser.add_argument("--stage", type=int, action="append", choices=range(4), help="one or more; all if left out")
     parser.add_argument("--only", default="", help="cases whose name has this text")
     parser.add_argument("--seq-len", type=int, help="another window than the model's here")
+    parser.add_argument("--checkpointing", help="of activations; other than the model's here")
     parser.add_argument("--steps", type=int, default=1, help="updates before the one that is measured")
     parser.add_argument("--quick", action="store_true", help="bf16 with fp32 masters alone")
     parser.add_argument("--json", action="store_true")
@@ -330,21 +250,24 @@ def main() -> None:
     shape = SHAPES[options.model]
     if options.seq_len:
         shape = replace(shape, model={**shape.model, "seq_len": options.seq_len})
+    if options.checkpointing:
+        shape = replace(shape, checkpointing=options.checkpointing)
+    of_components = options.model == "components"
     chosen = [
         case
-        for case in cases(shape, options.stage or list(range(4)))
-        if options.only in case.name and (not options.quick or "bf16 master fp32" in case.name)
+        for case in (component_cases if of_components else cases)(shape, options.stage or range(4))
+        if options.only in case.name and (not options.quick or of_components or "bf16 master fp32" in case.name)
     ]
     if not chosen:
         parser.error(f"no case has {options.only!r} in its name")
     if not options.json:
         print(HEADER)
     found = []
-    for case in chosen:
-        comparison = Comparison.of(case, run_ranks(WORLD_SIZE, measured_alone, case, options.steps))
-        found.append(comparison)
+    for launch in [chosen] if of_components else [[case] for case in chosen]:
+        comparisons = compared(launch, options.steps)
+        found += comparisons
         if not options.json:
-            print(comparison.line(), flush=True)
+            print("\n".join(one.line() for one in comparisons), flush=True)
     if options.json:
         ratios = [{"static_ratio": one.static_ratio, "peak_ratio": one.peak_ratio} for one in found]
         print(json.dumps([{**asdict(one), **ratio} for one, ratio in zip(found, ratios, strict=True)], indent=2))

@@ -28,8 +28,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before this folder, whose tokenizer.py is no package
 
-from benchmarks.memory import SHAPES, batches_of, of_stage
-from benchmarks.memory import recipe as memory_recipe
+from benchmarks.memory import batches_of
+from benchmarks.memory_cases import SHAPES, of_stage
+from benchmarks.memory_cases import recipe as memory_recipe
 from model.transformer import Transformer
 from pretrain.batching import BatchPlan
 from pretrain.engine import TrainingEngine, process_group

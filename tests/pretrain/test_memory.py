@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,19 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.memory import SHAPES, Case, Comparison, Shape, cases, measured, of_stage, ready_for_fp16, recipe
+from benchmarks.memory import compared
+from benchmarks.memory_cases import COMPONENTS, SHAPES, Case, Shape, cases, component_cases, of_stage, recipe
 from model.accounting import parameter_count, parameter_shapes
 from model.config import PRESETS
 from model.transformer import Transformer
 from pretrain.config import RecipeError, RunConfig
-from pretrain.engine import process_group
 from pretrain.engine_memory import PIECE, QUANTIZED_BLOCK
 from pretrain.memory import MOMENTS, Budget, budget
 from pretrain.memory_sizes import RankSizes, group_sizes
 from pretrain.resolve import resolve
-from pretrain.runtime import Ranks
 from tests.pretrain.recipe import recipe as smallest_recipe
-from tests.ranks import run_ranks
 
 TINY = Shape(
     {
@@ -202,16 +201,6 @@ def test_what_the_engine_cannot_hold_has_no_budget() -> None:
 # ---------------------------------------------------------------- live engines
 
 
-def measured_case(ranks: Ranks, chosen: list[Case]) -> list[Any]:
-    with ready_for_fp16(), process_group(torch.device("cpu")):
-        return [measured(ranks, case) for case in chosen]
-
-
-def compared(chosen: list[Case]) -> list[Comparison]:
-    by_rank = run_ranks(2, measured_case, chosen)
-    return [Comparison.of(case, list(held)) for case, *held in zip(chosen, *by_rank, strict=True)]
-
-
 def test_live_engines_hold_what_is_predicted() -> None:
     """Two ranks, every stage and every precision it runs: static and start within 2 %, the peak within 10 %."""
     found = compared([*cases(TINY, [0, 1, 2, 3]), *without_buckets(), *saved_from_copies(), kept_whole()])
@@ -251,6 +240,35 @@ def saved_from_copies() -> Iterator[Case]:
             yield replace(
                 case, name=f"{case.name}, copied", config=case.config.model_copy(update={"checkpoint": saving})
             )
+
+
+def test_live_engines_with_other_components_hold_what_is_predicted() -> None:
+    """Every component in one of some models, half of whose peak is activations; all apart: the soak."""
+    models = {
+        "the 2017 block, QK-Norm": {**COMPONENTS["the 2017 block"], "qk_norm": True},
+        "GPT-2's block": COMPONENTS["GPT-2's block"],
+        "DeepNorm, window, no positions": {"norm_place": "deepnorm", "sliding_window": 48, "positions": "none"},
+        "MLA, streams, YaRN": {**COMPONENTS["YaRN"], **COMPONENTS["MLA"], "residual": "hyper", "n_streams": 3},
+    }
+    shape = replace(SHAPES["components"], model={**SHAPES["components"].model, "seq_len": 160})
+    chosen = [
+        replace(case, name=f"{case.name} {name}")
+        for stage, (name, choice) in itertools.product((1, 3), models.items())
+        for case in cases(replace(shape, model={**shape.model, **choice}), [stage])
+        if case.name.endswith("bf16 master fp32 sums bf16")
+    ]
+    found = compared(chosen)
+    assert len(found) == 8
+    assert [one.line() for one in found if not one.is_within or abs(one.peak_ratio - 1) > 0.05] == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_live_engines_with_each_component_hold_what_is_predicted(checkpointing: str) -> None:
+    shape = replace(SHAPES["components"], checkpointing=checkpointing)
+    found = compared(list(component_cases(shape, range(4))))
+    assert len(found) == 4 * len(COMPONENTS)
+    assert [one.line() for one in found if not one.is_within or abs(one.peak_ratio - 1) > 0.05] == []
 
 
 @pytest.mark.soak

@@ -353,6 +353,20 @@ def test_mixing_keeps_the_mean_of_the_streams_also_in_bf16() -> None:
     torch.testing.assert_close(same, spread(x[0], 4).bfloat16(), rtol=0, atol=0)
 
 
+def test_sums_over_streams_are_rounded_once() -> None:
+    """In bf16 the streams behind a sublayer are those of fp32, rounded: no gate, matrix or product is rounded before."""
+    connection = HyperConnection(4, 0)
+    with torch.no_grad():
+        for parameter in connection.parameters():
+            parameter.normal_(0.0, 1.0, generator=seeded(0))
+    connection.bfloat16()
+    x = torch.randn(4, 2, 30, 8, generator=seeded(1)).bfloat16()
+    written = torch.randn(2, 30, 8, generator=seeded(2)).bfloat16()
+    found = connection(x, lambda read: written)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, connection.float()(x.float(), lambda read: written.float()).bfloat16())
+
+
 def test_a_block_takes_and_gives_streams_between_the_first_and_the_last(tiny_config: ModelConfig) -> None:
     model = Transformer(replace(tiny_config, residual="hyper", n_streams=3))
     shapes: list[tuple[int, ...]] = []

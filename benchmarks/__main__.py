@@ -34,12 +34,12 @@ LIMIT_SECONDS = 600
 LIBRARIES = ("torch", "deepspeed", "transformers", "sentencepiece", "numpy", "datasets")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "benchmarks", help="where reports and table go")
     parser.add_argument("--page", action="store_true", help="write the table of --out into docs/performance.md")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     unknown = [name for name in options.names if name not in BENCHMARKS]
     if unknown:
         parser.error(f"no benchmark {unknown[0]!r}: there are {', '.join(BENCHMARKS)}")

@@ -11,11 +11,10 @@ import json
 import lzma
 import mmap
 import random
-import subprocess
 import sys
 import tarfile
 import zipfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +23,17 @@ import numpy as np
 import pytest
 import zstandard
 
-from benchmarks import data, data_loader, data_pages, data_peers, data_prepare, data_startup, precision_study, saving
+from benchmarks import (
+    data,
+    data_loader,
+    data_pages,
+    data_peers,
+    data_prepare,
+    data_startup,
+    precision_study,
+    saving,
+    short,
+)
 from model.config import PRESETS
 from pretrain.runtime import Ranks
 from tests.conftest import VOCAB_SIZE
@@ -269,15 +278,6 @@ def options_of(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(data.parse([])), "repetitions": 1, "seq_len": 64, "batch_size": 4, **changes})
 
 
-def test_the_parts_of_data_are_run_once_by_make_bench() -> None:
-    run = subprocess.run(["make", "--dry-run", "bench"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    (loop,) = [line for line in run.splitlines() if "for script in" in line]
-    named = set(loop.split(";")[0].split(" in ")[1].split())
-    assert "benchmarks/data.py" in named
-    assert not named & {"benchmarks/__init__.py", "benchmarks/corpus.py"}
-    assert not [path for path in named if path.startswith("benchmarks/data_")]
-
-
 def test_the_benchmark_of_prepare_compares_what_gives_the_same_ids(tmp_path: Path) -> None:
     """In its smallest form, and what it says when an id differs."""
     report = data_prepare.measure(options_of(megabytes=0.06, vocab_size=2500, workers=1, files=3), tmp_path)
@@ -285,6 +285,7 @@ def test_the_benchmark_of_prepare_compares_what_gives_the_same_ids(tmp_path: Pat
     assert report["files"] == 3
     assert report["ratio_to_usual_script"] > 0
     assert "× as fast" in data_prepare.to_text(report)
+    assert next(short.prepare(report)).ratio == report["ratio_to_usual_script"]
     texts = list(data_prepare.corpus_texts(None, random.Random(2), 12e6))
     assert 12e6 < sum(len(text.encode()) for text in texts) < 12.2e6
     assert len(set(texts)) > 0.98 * len(texts)
@@ -306,6 +307,8 @@ def test_the_benchmark_of_the_loader_compares_the_same_batches(tmp_path: Path, m
     assert report["step"]["tokens"] == 48
     text = data_loader.to_text(report)
     assert "× numpy memmap" in text
+    waiting = list(short.loader(report))[-1]
+    assert (waiting.ratio, waiting.reference) == (report["step"]["share"], "a step of `tiny`")
     for held, ratio in ((0.0, "2.00 × numpy memmap"), (1.0, "cannot be cold here")):
         cold = {**report["cold"], "pages_held": held, "ratio": 2.0 if held == 0 else None}
         assert ratio in data_loader.to_text({**report, "cold": cold})
@@ -328,6 +331,9 @@ def test_pages_are_in_memory_until_they_are_dropped(tmp_path: Path) -> None:
 def test_the_benchmark_of_starts_refuses_a_wrong_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = options_of(startup_tokens=[1e6])
     (entry,) = data_startup.measure(small, tmp_path)["data_sets"]
+    slower = {"tokens": 2e9, "first": {"seconds": 3 * entry["first"]["seconds"]}}
+    (row,) = short.startup({"data_sets": [entry, slower]})
+    assert (row.what, row.ratio) == ("first batch of 2 G tokens, time", pytest.approx(3))
     assert entry["tokens"] == 1_000_000
     assert entry["far"]["sample"] > entry["first"]["sample"] == 0
     monkeypatch.setattr(data_startup, "mark", lambda *arguments: "0" * 64)
@@ -349,6 +355,7 @@ def test_the_benchmark_of_peers_counts_what_they_give(tmp_path: Path, monkeypatc
     assert ("litdata, 0 workers" in report["absent"]) == is_absent
     text = data_peers.to_text(report)
     assert "every window once" in text
+    assert next(short.peers(report)).reference == "datasets, 0 workers"
     assert ("not measured: No module named 'litdata'" in text) == is_absent
     with pytest.raises(SystemExit, match="no such file"):
         data_peers.measure(options_of(peers_python=tmp_path / "none"), tmp_path)
@@ -380,6 +387,9 @@ def test_the_benchmark_of_saving_compares_the_same_checkpoints() -> None:
     assert found.bytes > 10e6
     assert found.held_ratio > 0
     assert f"held {found.held_ratio:.3f} of that" in found.to_text()
+    assert next(short.saving([asdict(found)])) == short.Row(
+        "asynchronous save, time held, 1 rank", found.held_ratio, "a save at once"
+    )
 
 
 # ---------------------------------------------------------------- precision
@@ -405,6 +415,7 @@ def test_the_study_of_precision_sees_what_is_lost_and_what_is_kept(
     assert len({tuple(kind.heldout_before) for kind in found.kinds.values()}) == 1
     assert 0.1 < found.rounding < found.seeds_apart
     exact, plain, kahan, stochastic = found.kinds.values()
+    assert [row.reference for row in short.precision_study(asdict(found))] == ["fp32 masters"] * 3
     assert exact.distance == [0.0, 0.0]
     assert max(exact.still) < 1e-3
     assert exact.arrived == pytest.approx([1.0, 1.0], abs=1e-3)

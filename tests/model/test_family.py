@@ -354,7 +354,7 @@ def test_mixing_keeps_the_mean_of_the_streams_also_in_bf16() -> None:
 
 
 def test_sums_over_streams_are_rounded_once() -> None:
-    """In bf16 the streams behind a sublayer are those of fp32, rounded: no gate, matrix or product is rounded before."""
+    """In bf16 the streams behind a sublayer are those of fp32, rounded: no matrix or product is rounded before."""
     connection = HyperConnection(4, 0)
     with torch.no_grad():
         for parameter in connection.parameters():

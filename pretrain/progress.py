@@ -90,7 +90,8 @@ class Repeated:
         return end // self.every_steps - step // self.every_steps + (end % self.every_steps != 0)
 
     def seconds_left(self, step: int, end: int) -> float:
-        each = sum(self.seconds) / len(self.seconds) if self.seconds else self.guess()
+        counted = self.seconds[1:] or self.seconds  # in the first one something may be compiled
+        each = sum(counted) / len(counted) if counted else self.guess()
         return each * self.left(step, end)
 
 

@@ -36,6 +36,8 @@ class TrainingSamples:
     def write(self, model: Transformer) -> dict[str, str]:
         """Each prompt's continuation, up to EOS. All ranks together: they draw alike, so that under ZeRO-3, where each
         forward pass needs all of them, none ends before the others."""
+        import torch
+
         from model.generate import Sampling, generate_steps
 
         if not self._rows:
@@ -43,10 +45,12 @@ class TrainingSamples:
         sampling = Sampling(TEMPERATURE, top_p=TOP_P)
         columns = []
         try:
-            for ids_b in generate_steps(
-                model, self._rows, self._tokens, sampling, seed=SEED, known_ids=self._codec.vocab_size
-            ):
-                columns.append(ids_b.tolist())
+            # Blocks that are compiled for training's windows would be compiled anew for each length of the cache.
+            with torch.compiler.set_stance("force_eager"):
+                for ids_b in generate_steps(
+                    model, self._rows, self._tokens, sampling, seed=SEED, known_ids=self._codec.vocab_size
+                ):
+                    columns.append(ids_b.tolist())
         except ValueError as error:
             return dict.fromkeys(self._prompts, f"({error})")
         texts = {}

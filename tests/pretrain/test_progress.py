@@ -30,7 +30,7 @@ def test_the_time_left_counts_evaluations_and_saves_and_no_warm_up() -> None:
     evaluations, saves = Repeated(50, lambda: 25.0), Repeated(100, lambda: 40.0)
     guessed = pace.seconds_left(950 * 8, 50, 1000, (evaluations, saves))
     assert guessed == pytest.approx(950 + 19 * 25 + 10 * 40)
-    evaluations.seconds += [28.0, 32.0]
+    evaluations.seconds += [99.0, 28.0, 32.0]
     saves.seconds.append(20.0)
     assert pace.seconds_left(950 * 8, 50, 1000, (evaluations, saves)) == pytest.approx(950 + 19 * 30 + 10 * 20)
 

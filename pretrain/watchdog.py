@@ -151,7 +151,7 @@ class Watchdog:
         hanging = [head for head in heads if head.get("waits_for_other_ranks") is False]
         told = [f"rank {one['rank']} on {one['host']} {one['doing']}, and stands in {one['in']}" for one in hanging[:3]]
         if silent:
-            told.append(f"{_numbered(silent)} wrote no stacks here")
+            told.append(f"{_numbered(silent)} wrote no stacks here (stopped, stuck outside Python, or elsewhere)")
         if not told:
             told.append("every rank waits for another" if self._rank == 0 else f"rank {self._rank} waits for others")
         return f"no sign of getting on for {own['stands_seconds']} s: {'; '.join(told)}; stacks: {path.parent}"

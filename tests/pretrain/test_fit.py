@@ -13,7 +13,7 @@ from pretrain.device_presets import DEVICES_GB, RANKS
 from pretrain.fit import Search, first_fit, needed, relief, shortest_changes, too_big
 from pretrain.fit_cost import Choice, Layout, Numerics, recomputed_share, seconds_per_token
 from pretrain.fit_found import Need
-from pretrain.memory import Budget, Part
+from pretrain.memory import Budget, Part, budget
 from pretrain.resolve import read_json, resolve
 from tests.pretrain.recipe import recipe
 
@@ -201,6 +201,43 @@ def test_what_fits_needs_no_change():
     assert fit.chosen is not None
     assert "fits" in first_fit(fit.chosen.config, 8, memory, "bf16").to_text()
     assert first_fit(fit.chosen.config, 8, memory, "bf16").chosen.changes == ()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"preset": "classic"},
+        {"preset": "gpt2"},
+        {"attention": "mla", "n_kv_heads": 8, "mla_latent": 128, "mla_rope_dim": 32},
+        {"residual": "hyper", "n_streams": 4, "qk_norm": True, "sliding_window": 256},
+    ],
+    ids=["classic", "gpt2", "mla", "streams"],
+)
+def test_whatever_the_components_what_fits_is_found(model):
+    config = recipe(model=model)
+    need = needed(config, 2, "cuda", "bf16")
+    memory = gpu(need.total_bytes - 0.2 * need.peak_bytes)
+    chosen = first_fit(config, 2, memory, "bf16").chosen
+    assert chosen is not None
+    assert chosen.changes
+    assert needed(chosen.config, 2, "cuda", "bf16") == chosen.need
+    assert chosen.need.fits(memory)
+
+
+def test_streams_and_latents_need_more_and_fewer_matrices_less():
+    """Of two ranks of `mini`, beside the training state."""
+
+    def activations_of(**model):
+        config = recipe(model=model)
+        deepspeed = resolve(read_json(PROJECT_ROOT / "ds_configs" / "zero2.json"), config, 2, "bf16")
+        held = budget(config, deepspeed, 2, compute="bf16", device="cuda")
+        return held.at("forward") - held.static_bytes
+
+    plain = activations_of(n_kv_heads=8)
+    assert activations_of(residual="hyper", n_streams=4, n_kv_heads=8) > 2 * plain
+    assert activations_of(attention="mla", n_kv_heads=8, mla_latent=128, mla_rope_dim=32) > 1.2 * plain
+    assert activations_of(ffn="gelu", n_kv_heads=8) < activations_of(ffn="swiglu", n_kv_heads=8)
+    assert activations_of(ffn="relu", n_kv_heads=8) < activations_of(ffn="gelu", n_kv_heads=8)
 
 
 def test_the_order_tried_is_by_cost_and_each_is_smaller():

@@ -15,15 +15,16 @@ import json
 import os
 import platform
 import re
-import resource
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from benchmarks.short import BENCHMARKS, REPORT, WORK, Short
 
@@ -47,10 +48,10 @@ def main(arguments: list[str] | None = None) -> None:
         if options.page:
             write_page(PAGE, read(options.out))
             return
-        table = {name: read(options.out).get(name) for name in BENCHMARKS} if options.names else {}
+        table = read(options.out) if options.names else {}
         for name in options.names or BENCHMARKS:
             table[name] = run(name, BENCHMARKS[name], options.out)
-            write(options.out, {name: table[name] for name in BENCHMARKS if table.get(name)})
+            write(options.out, {name: table[name] for name in BENCHMARKS if name in table})
     except OSError as error:
         sys.exit(f"error: {error}")
     print(to_text(read(options.out)))
@@ -65,36 +66,42 @@ def run(name: str, short: Short, out: Path) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     report, log = out / f"{name}.json", out / f"{name}.log"
     report.unlink(missing_ok=True)
-    load, started, cpu_before = os.getloadavg()[0], time.monotonic(), cpu_seconds()
+    load, started = os.getloadavg()[0], time.monotonic()
     print(f"{name} …", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="zerohalf-benchmark-") as work, log.open("w") as said:
         places = {REPORT: str(report), WORK: work}
         argv = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *(places.get(a, a) for a in short.arguments)]
-        printed = subprocess.PIPE if REPORT not in short.arguments else said
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-        try:
-            done = subprocess.run(
-                argv, cwd=ROOT, env=environment, stdout=printed, stderr=said, text=True, timeout=LIMIT_SECONDS
-            )
-            failure = None if done.returncode == 0 else f"ended with {done.returncode}: {last_line(log)}"
-            if done.stdout:
-                report.write_text(json_in(done.stdout), encoding="utf-8")
-        except subprocess.TimeoutExpired:
+        printed = Path(work) / "printed"
+        code = ended(argv, printed, said)
+        failure = None if code == 0 else f"ended with {code}: {last_line(log)}"
+        if code is None:
             failure = f"took more than {LIMIT_SECONDS} s"
+        if REPORT not in short.arguments:
+            report.write_text(json_in(printed.read_text(errors="replace")), encoding="utf-8")
     entry: dict[str, Any] = {"rows": [], "failure": failure}
     try:
         entry["rows"] = [asdict(row) for row in short.rows(json.loads(report.read_bytes()))]
-    except (OSError, ValueError) as error:  # no report, or half of one: it has failed before
-        entry["failure"] = failure or f"no report: {error}"
-    took = {"seconds": time.monotonic() - started, "cpu_seconds": cpu_seconds() - cpu_before}
-    print(f"{name}: {entry['failure'] or 'done'} in {took['seconds']:.0f} s", file=sys.stderr, flush=True)
-    return entry | took | {"load": load, "at": datetime.now(UTC).isoformat(timespec="seconds")} | machine()
+    except (OSError, ValueError, KeyError) as error:  # no report, or half of one
+        entry["failure"] = failure or f"no report that can be read: {type(error).__name__}: {error}"
+    seconds = time.monotonic() - started
+    print(f"{name}: {entry['failure'] or 'done'} in {seconds:.0f} s", file=sys.stderr, flush=True)
+    return entry | {"seconds": seconds, "load": load, "at": datetime.now(UTC).isoformat(timespec="seconds")} | machine()
 
 
-def cpu_seconds() -> float:
-    """Of all processes that this one has started and that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def ended(argv: list[str], printed: Path, said: IO[str]) -> int | None:
+    """A command's exit code; None where it took too long. Nothing that it has started outlives it."""
+    with printed.open("w") as out:
+        process = subprocess.Popen(
+            argv, cwd=ROOT, env={**os.environ, "DS_ACCELERATOR": "cpu"}, stdout=out, stderr=said, start_new_session=True
+        )
+    try:
+        return process.wait(LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def json_in(printed: str) -> str:

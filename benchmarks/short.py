@@ -142,6 +142,13 @@ def overhead(report: Any) -> Iterator[Row]:
         yield Row(f"waiting for data, time, {step}", one["data_wait"], "the step")
 
 
+def trainer(report: Any) -> Iterator[Row]:
+    for one in report["found"]:
+        step = f"{one['ranks']} rank{'s' if one['ranks'] > 1 else ''}, ZeRO-{one['stage']}, {one['tokens']:,} tokens"
+        yield Row(f"training, speed, {step}", one["wall_ratio"], "transformers' Trainer")
+        yield Row(f"training, speed by CPU time, {step}", one["cpu_ratio"], "transformers' Trainer")
+
+
 # ---------------------------------------------------------------- the benchmarks
 
 BENCHMARKS: dict[str, Short] = {
@@ -176,5 +183,6 @@ BENCHMARKS: dict[str, Short] = {
     ),
     "scaling_sweep": Short(("--short", "--work", WORK, "--json", REPORT), scaling_sweep),
     "overhead": Short(("--json", "--quick"), overhead),
+    "trainer": Short(("--json", "--quick"), trainer),
     "gpu": Short(("--tiny", "--work", WORK, "--json", REPORT), gpu),
 }  # fmt: skip

@@ -178,11 +178,12 @@ def generation(
 ) -> tuple[Moment, ...]:
     """Prompts, the longest of `prompt_tokens`, read `chunk_tokens` at a time over all rows, and continued with a cache.
 
+    What a block has beside the cache is that of Llama's, whatever the components: the cache and logits are most.
     The choice of a token is counted with top_k and top_p; without, it takes less.
     """
     columns = min(prompt_tokens, max(1, chunk_tokens // rows))
     symbols = _symbols(config, Pass(rows, columns, compute_bytes)) | {"j": prompt_tokens + new_tokens}
-    cache = _held("KV cache", "2·L·b·j·kv·k·w", symbols)
+    cache = _held("KV cache", "L·b·j·(l + r)·w" if config.attention == "mla" else "2·L·b·j·kv·k·w", symbols)
     mask = " + t·j·(1 + w)" if columns < prompt_tokens else ""
     attention = f"b·t·w·(2·d + 2·h·k + 3·kv·k) + b·t·(h + kv)·k·(x + w) + 4·t·k{mask}"
     return (

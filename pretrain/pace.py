@@ -34,9 +34,12 @@ class Pace:
     highest: float
 
 
-def paces(recipe: RunConfig, models: Sequence[ModelConfig], device: torch.device, rounds: int = ROUNDS) -> list[Pace]:
-    """Of the recipe's micro-batch, in its compute dtype, one model in memory at a time; weights and ids are drawn."""
-    by_round = [[_turn(recipe, model, device) for model in models] for _ in range(rounds)]
+def paces(
+    recipe: RunConfig, models: Sequence[ModelConfig], device: torch.device, rounds: int = ROUNDS, steps: int = STEPS
+) -> list[Pace]:
+    """Of the recipe's micro-batch, in its compute dtype, not compiled, one model in memory at a time; weights and ids
+    are drawn. On a busy machine more steps a turn find one that nothing disturbed."""
+    by_round = [[_turn(recipe, model, device, steps) for model in models] for _ in range(rounds)]
     tokens = recipe.batch.micro_batch_size * recipe.model.seq_len
     found = []
     for seconds in zip(*by_round, strict=True):
@@ -46,7 +49,7 @@ def paces(recipe: RunConfig, models: Sequence[ModelConfig], device: torch.device
     return found
 
 
-def _turn(recipe: RunConfig, config: ModelConfig, device: torch.device) -> float:
+def _turn(recipe: RunConfig, config: ModelConfig, device: torch.device, steps: int) -> float:
     """Seconds of the fastest step."""
     compute = recipe.precision.compute
     dtype = DTYPES[auto_compute(device) if compute == "auto" else compute]
@@ -56,7 +59,7 @@ def _turn(recipe: RunConfig, config: ModelConfig, device: torch.device) -> float
     model.loss_chunk_tokens = recipe.memory.loss_chunk_tokens
     shape = (recipe.batch.micro_batch_size, config.seq_len + 1)
     ids = torch.randint(config.vocab_size, shape, generator=generator).to(device)
-    return min([_step(model, ids[:, :-1], ids[:, 1:]) for _ in range(1 + STEPS)][1:])
+    return min([_step(model, ids[:, :-1], ids[:, 1:]) for _ in range(1 + steps)][1:])
 
 
 def _step(model: Transformer, inputs_bt: torch.Tensor, targets_bt: torch.Tensor) -> float:

@@ -55,7 +55,10 @@ class KVCache:
             for heads, width in held_widths(config)
         )
         self.max_tokens = max_tokens
-        self.text_lengths = tuple(text_lengths or [max_tokens] * batch_size)
+        self.text_length: int | tuple[int, ...] = max_tokens
+        if text_lengths is not None:
+            alike = len(set(text_lengths)) == 1
+            self.text_length = text_lengths[0] if alike else tuple(text_lengths)
         self.window = config.sliding_window
         self.lengths = [0] * batch_size
         self._lengths_b = torch.zeros(batch_size, dtype=torch.int64, device=device)
@@ -93,9 +96,7 @@ class KVCache:
         the first token and hold for all, so that a key never has to be turned again.
         """
         positions_bt = None if self.is_even else self.positions(tokens)
-        alike = len(set(self.text_lengths)) == 1
-        length = self.text_lengths[0] if alike else self.text_lengths
-        return Places(self.longest, self.longest + tokens, positions_bt, length)
+        return Places(self.longest, self.longest + tokens, positions_bt, self.text_length)
 
     def mask(self, tokens: int) -> Tensor | None:
         """Which slots, from `first`, the next `tokens` of each row may look at: those up to their own, and with a

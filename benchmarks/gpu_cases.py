@@ -19,9 +19,8 @@ RECIPE = ROOT / "pretrain" / "recipes" / "0.5b.toml"
 Kind = Literal["losses", "speed", "saving"]
 Accelerator = Literal["cuda", "cpu"]
 
-# In place of the recipe's own. A tiny model's buckets are of its size too, or they would be all that it holds.
+# In place of the recipe's own.
 TINY = {"vocab_size": 512, "d_model": 128, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "d_ff": 256, "seq_len": 64}
-TINY_BUCKET = 100_000
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,7 @@ class Case:
 
     def deepspeed(self) -> dict[str, Any]:
         """What DeepSpeed is told of it."""
-        ds_json = read_json(ROOT / "ds_configs" / f"zero{self.stage}.json")
-        if self.tiny:
-            zero = ds_json["zero_optimization"]
-            zero.update({key: TINY_BUCKET for key in zero if key.endswith("_bucket_size")})
-        return resolve(ds_json, self.config(), 1, self.compute)
+        return resolve(read_json(ROOT / "ds_configs" / f"zero{self.stage}.json"), self.config(), 1, self.compute)
 
     def predicted(self) -> Budget:
         return budget(self.config(), self.deepspeed(), 1, compute=self.compute, device=self.accelerator)

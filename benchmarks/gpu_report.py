@@ -56,7 +56,7 @@ def to_text(report: dict[str, Any]) -> str:
     speeds = [one for one in entries if "tokens_per_second" in one]
     lines = [*machine_lines(report), *losses_lines(report["losses"])]
     if speeds:
-        lines += ["", *speed_lines(speeds, report), "", *goal_lines(speeds, machine)]
+        lines += ["", *speed_lines(speeds, machine), "", *goal_lines(speeds, machine)]
     for one in entries:
         if "held_seconds" in one:
             lines.append(saving_line(one))
@@ -105,15 +105,14 @@ COLUMNS = (
 )
 
 
-def speed_lines(speeds: list[Entry], report: dict[str, Any]) -> list[str]:
+def speed_lines(speeds: list[Entry], machine: dict[str, Any]) -> list[str]:
     lines = [COLUMNS]
     for one in speeds:
-        share, parts = mfu(one, report["machine"]), one["parts_seconds"]
+        share, parts = mfu(one, machine), one["parts_seconds"]
         whole = sum(parts.values())
         static, peak = memory_ratios(one)
         most, predicted = (max(one[name].values()) / 1e9 for name in ("moments_bytes", "moments_predicted_bytes"))
-        # Of a tiny model one tensor that a thread has not yet let go of is more than that.
-        outside = not report["tiny"] and (abs(static - 1) > STATIC_WITHIN or abs(peak - 1) > PEAK_WITHIN)
+        outside = abs(static - 1) > STATIC_WITHIN or abs(peak - 1) > PEAK_WITHIN
         lines.append(
             f"{one['name']:<28}{one['tokens_per_second']:>10,.0f}{'-' if share is None else f'{share:.1%}':>7}"
             f"{one['step_seconds']:>8.3f}{parts['forward'] / whole:>9.0%}{parts['backward'] / whole:>9.0%}"

@@ -6,8 +6,8 @@ Ours is `pretrain.train.train` itself on one rank: loader, DeepSpeed's engine, m
 whatever else a run has between two evaluations or saves. The bare loop is what one writes by hand: bf16 weights, fp32
 masters, torch's fused AdamW, clipping, no DeepSpeed, batches that are there already. They take turns in blocks of a few
 steps; the bare one learns from the batches that ours has just learnt from, and their losses must be the same, or
-nothing is printed. A ratio is the median over pairs of neighbouring blocks, so that what else the machine does meanwhile meets
-both; the one of CPU seconds, which such work hardly touches, stands beside it.
+nothing is printed. A ratio is the median over pairs of neighbouring blocks, so that what else the machine does
+meanwhile meets both; the one of CPU seconds, which such work hardly touches, stands beside it.
 
 Data wait is the part of ours that `next(batches)` takes. Ends with 1 where the ratio of CPU seconds is above the limits
 below, or data wait above 1 %.
@@ -240,7 +240,7 @@ def recipe(
         f"model.preset={preset}", f"model.seq_len={seq_len}",
         f"data.path={work / 'data'}", f"data.tokenizer={work / 'tokenizer'}",
         f"batch.global_batch_size={sequences}", f"batch.micro_batch_size={sequences}",
-        f"schedule.max_steps={steps}", "schedule.warmup_steps=2",
+        f"schedule.max_steps={steps}", "schedule.warmup_steps=2", "schedule.peak_lr=1e-4", "schedule.min_lr=1e-5",
         f"evaluation.every_steps={steps}", f"evaluation.max_tokens={seq_len}", f"checkpoint.every_steps={steps}",
         f"deepspeed.config=ds_configs/zero{stage}.json",
     ]  # fmt: skip

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 BATCH = 4  # windows
 SCORES_AT_ONCE = 1 << 22
+MOST_TOKENS = 1 << 14  # whose scores are formed, in whole rows, of a layer: they cost what attention itself does
 # A unit is dead where no token moves it by so much of what the units of its layer amount to (their root mean square).
 DEAD = 1e-3
 # It is saturated where all tokens drive it beyond this, from where on the slope of SiLU and GELU is within 2 % of 1:
@@ -110,12 +111,15 @@ def watching(transformer: Transformer) -> Iterator[Watched]:
 
 @torch.no_grad()
 def largest_score(q_bhtk: Tensor, k_bhsk: Tensor, mask: Mask | None) -> Tensor:
-    """max |q·k| / sqrt(width) over all pairs that the mask lets see each other, in fp32; some queries at a time."""
+    """max |q·k| / sqrt(width) over all pairs that the mask lets see each other, in fp32; some queries at a time.
+
+    Of more than MOST_TOKENS the first rows, and at least one.
+    """
     batch, heads, tokens, width = q_bhtk.shape
     keys = k_bhsk.shape[2]
     step = max(1, SCORES_AT_ONCE // (heads * keys))
     found = []
-    for row in range(batch):
+    for row in range(min(batch, max(1, MOST_TOKENS // tokens))):
         k_hsk = k_bhsk[row].float().repeat_interleave(heads // k_bhsk.shape[1], dim=0)
         for begin in range(0, tokens, step):
             queries = range(begin, min(begin + step, tokens))

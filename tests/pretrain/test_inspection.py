@@ -83,6 +83,15 @@ def test_only_scores_that_are_seen_count(case: str, at_once: int, monkeypatch: p
         assert float(largest_score(q, k, mask)) == pytest.approx(by_hand(q, k, seen), rel=1e-5)
 
 
+def test_of_many_tokens_the_first_rows_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.ones(3, 1, 5, 4) * torch.tensor([1.0, 2.0, 3.0])[:, None, None, None]
+    found = []
+    for most in (4, 9, 10, 15):
+        monkeypatch.setattr(inspection, "MOST_TOKENS", most)
+        found.append(float(largest_score(q, q, None)))
+    assert found == [2.0, 2.0, 8.0, 18.0]  # |q·k| / 2
+
+
 def test_queries_behind_a_cache_are_the_last_tokens() -> None:
     generator = torch.Generator().manual_seed(4)
     q, k = torch.randn(1, 2, 3, 8, generator=generator), torch.randn(1, 2, 7, 8, generator=generator)

@@ -70,7 +70,7 @@ def test_training_is_the_same_bit_for_bit(tiny_recipe: Tables, tmp_path: Path) -
         for name, health in (("always", ALWAYS), ("never", OFF)):
             runs[tmp_path / f"{stage}-{name}"] = tiny_recipe(
                 **{**tables, "model": {**SMALL, **tables.get("model", {})}}, data={"packing": packing}, health=health,
-                deepspeed={"config": f"ds_configs/zero{stage}.json"}, schedule={"max_steps": 4},
+                deepspeed={"config": f"ds_configs/zero{stage}.json"}, schedule={"max_steps": 3},
                 checkpoint={"every_steps": 2, "keep_last": 9}, evaluation={"every_steps": 9, "max_tokens": 512},
             )  # fmt: skip
     run_ranks(2, trains, runs)
@@ -80,7 +80,7 @@ def test_training_is_the_same_bit_for_bit(tiny_recipe: Tables, tmp_path: Path) -
         assert trained(always) == trained(never)
         assert not read_metrics(never / "metrics.jsonl", "observation")
         seen = read_metrics(always / "metrics.jsonl", "observation")
-        assert [one["step"] for one in seen] == [1, 2, 3, 4]
+        assert [one["step"] for one in seen] == [1, 2, 3]
         assert all(0 < one["update_ratio"] < 1 for one in seen if "update_ratio" in one)
         assert any("update_ratio" in one for one in seen)
         assert all(one["attention_logit"] > 0 and one["residual_rms_by_layer"][0] > 0 for one in seen)
@@ -165,8 +165,7 @@ FAULTS: dict[str, tuple[int, int, Spoil, dict[str, Any], int, str, str]] = {
                "rank 1 differs in layers.0.input_layernorm.weight"),
     "scores": (2, 1, sharpen, {"attention_logit": "stop"}, 2, "attention_logit", "layer 1's attention"),
     "units": (3, 1, mute, {}, 2, "dead_units", "layer 0's feed-forward units, 100.0% dead"),
-    "update": (2, 3, stride_out, {}, 4, "update_ratio", "the update of layers."),
-    "update-3": (3, 3, stride_out, {}, 4, "update_ratio", "the update of layers."),
+    "update": (3, 3, stride_out, {}, 4, "update_ratio", "the update of layers."),
     "late": (1, 1, dawdle, {}, 2, "late_rank", "rank 1 takes "),
 }  # fmt: skip
 OTHERS_OFF = dict.fromkeys(OFF, "off")

@@ -69,7 +69,10 @@ def _cost(found: Mapping[str, Any]) -> Table:
         speed = f"{pace['ratio']:.2f} ({pace['lowest']:.2f} to {pace['highest']:.2f})"
         rows.append([*_head(row), count(pace["tokens_per_second"]), speed])
     head = ["variant", *SIZES, f"off in {found['budget']}", "FLOPs/token", "KV bytes/token", "tokens/s", "speed"]
-    title = "speed: forward and backward turn by turn in one process, median of the rounds' ratios (lowest to highest)"
+    title = (
+        "speed: of forward and backward, the first variant's time to this one's, turn by turn in one process, median "
+    )
+    title += "of the rounds (lowest to highest)"
     return Table(head, rows, range(1, 9), title)
 
 
@@ -189,7 +192,7 @@ def draw_inside(found: Mapping[str, Any], path: Path) -> None:
         _name_rows(axes, labels)
     logits.set(xlabel="|q·k| / √width", title="largest attention logit, a point a seed")
     logits.set_xlim(0, logits.get_xlim()[1] * 1.05)
-    speed.set(xlabel=f"tokens/s, {labels[0]} = 1", title="forward and backward, median and range of the rounds")
+    speed.set(xlabel=f"{labels[0]} = 1, more is faster", title="forward and backward, median and range of the rounds")
     speed.axvline(1.0, color="grey", linewidth=0.8)
     cache.set(xlabel="bytes a token, bf16", title="KV cache")
     cache.margins(x=0.12)

@@ -173,13 +173,13 @@ def ending_in_the_middle(stream, seq_len, batch_size, eos_id, *rest):
 
 
 def test_paces_are_compared_within_a_round(monkeypatch):
-    """A round in which all takes ten times as long changes rates, not ratios."""
-    turns = iter([1.0, 2.0, 10.0, 25.0, 1.0, 2.0])
+    """A round in which all takes ten times as long changes no ratio; the fastest step of all is the rate."""
+    turns = iter([pace._Turn(3 * busy, busy) for busy in (1.0, 2.0, 10.0, 25.0, 1.0, 2.0)])
     monkeypatch.setattr(pace, "_turn", lambda *_: next(turns))
     first, second = paces(recipe(), [MODEL, MODEL], torch.device("cpu"), rounds=3)
     assert (first.ratio, first.lowest, first.highest) == (1.0, 1.0, 1.0)
     assert (second.ratio, second.lowest, second.highest) == (0.5, 0.4, 0.5)
-    assert (first.tokens_per_second, second.tokens_per_second) == (4 * 1024, 4 * 1024 / 2)
+    assert (first.tokens_per_second, second.tokens_per_second) == (4 * 1024 / 3, 4 * 1024 / 6)
 
 
 def test_every_row_of_a_ladder_has_a_pace_and_a_cache_as_large_as_is_said(tiny_recipe):

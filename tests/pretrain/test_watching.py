@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -15,7 +16,7 @@ from pretrain.chronicle import read
 from pretrain.clock import PARTS, STEP_PARTS
 from pretrain.config import parse_recipe
 from pretrain.figures import figures
-from pretrain.metrics import all_records, read_metrics
+from pretrain.metrics import Report, all_records, read_metrics
 from pretrain.page import render
 from pretrain.report import page
 from pretrain.runtime import Ranks
@@ -131,3 +132,38 @@ def test_the_report_shows_what_the_time_went_into(run: tuple[Path, float]) -> No
     text = render(page(chronicle, None))
     assert all(f"<td>{part}</td>" in text or f">{part}<" in text for part in STEP_PARTS)
     assert "MFU" in text
+
+
+# ---------------------------------------------------------------- the time left
+
+TOLD_AT = (50, 100, 200)
+
+
+def telling_case(ranks: Ranks, tables: dict[str, Any], path: Path) -> dict[int, tuple[float, float]]:
+    """By step, the seconds left as told there, and as it turned out."""
+    told: dict[int, tuple[float, float]] = {}
+    record = Report.step
+
+    def step(report: Report, state: Any, **figures: Any) -> None:
+        record(report, state, **figures)
+        if state.global_step in TOLD_AT:
+            told[state.global_step] = (report.seconds_left, time.perf_counter())
+
+    with mock.patch.object(Report, "step", step):
+        train_case(ranks, tables, path)
+    ended = time.perf_counter()
+    return {step: (left, ended - at) for step, (left, at) in told.items()}
+
+
+@pytest.mark.soak
+def test_behind_fifty_steps_the_time_left_is_right_to_a_tenth(tiny_recipe: Tables, tmp_path: Path) -> None:
+    """Before the first evaluation and the first save of the run. For a machine that does nothing else meanwhile."""
+    tables = tiny_recipe(
+        schedule={"max_steps": 800}, evaluation={"every_steps": 80, "max_tokens": 16384},
+        checkpoint={"every_steps": 60, "keep_last": 2}, batch={"global_batch_size": 16, "micro_batch_size": 8},
+    )  # fmt: skip
+    (told,) = run_ranks(1, telling_case, tables, tmp_path / "run")
+    print({step: f"told {left:.1f} s, was {was:.1f} s" for step, (left, was) in told.items()})
+    assert {step: left for step, (left, _) in told.items()} == pytest.approx(
+        {step: was for step, (_, was) in told.items()}, rel=0.1
+    )

@@ -69,10 +69,8 @@ def _cost(found: Mapping[str, Any]) -> Table:
         speed = f"{pace['ratio']:.2f} ({pace['lowest']:.2f} to {pace['highest']:.2f})"
         rows.append([*_head(row), count(pace["tokens_per_second"]), speed])
     head = ["variant", *SIZES, f"off in {found['budget']}", "FLOPs/token", "KV bytes/token", "tokens/s", "speed"]
-    title = (
-        "speed: of forward and backward, the first variant's time to this one's, turn by turn in one process, median "
-    )
-    title += "of the rounds (lowest to highest)"
+    first = found["variants"][0]["label"]
+    title = f"speed of forward and backward in one process, {first} = 1; median of the rounds (lowest to highest)"
     return Table(head, rows, range(1, 9), title)
 
 

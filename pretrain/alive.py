@@ -36,6 +36,7 @@ class SignOfLife:
 
     def __init__(self, path: Path, *, attempt: int, rank: int, world_size: int) -> None:
         self.state: TrainState | None = None  # what the run counts; the loop changes it
+        self.attempt = attempt
         self._path = path
         self._who: dict[str, Any] = {
             "attempt": attempt,

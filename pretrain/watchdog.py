@@ -83,6 +83,7 @@ class Watchdog:
         progress: Callable[[], Progress],
         folder: Path,
         *,
+        attempt: int,
         rank: int,
         world_size: int,
         seconds: float,
@@ -95,7 +96,7 @@ class Watchdog:
         on again.
         """
         self._progress, self._folder = progress, folder
-        self._rank, self._world_size = rank, world_size
+        self._attempt, self._rank, self._world_size = attempt, rank, world_size
         self._seconds = seconds
         self._found, self._over = found, over
         self._look_seconds = min(seconds / LOOKS, LONGEST_LOOK_SECONDS)
@@ -120,12 +121,21 @@ class Watchdog:
                 if hangs:
                     self._over()
                 hangs = False
-            elif not hangs and still.seconds >= self._seconds + still.longest_seconds:
+            elif not hangs and self._is_hang(progress, still):
                 hangs = True
                 self._hangs(progress, still.seconds)
 
+    def _is_hang(self, progress: Progress, still: Stillness) -> bool:
+        """It stood for too long; or the first rank did, and this one stands as well."""
+        if still.seconds >= self._seconds + still.longest_seconds:
+            return True
+        return self._rank > 0 and still.seconds >= self._seconds / 2 and self._path(progress.step, 0).exists()
+
+    def _path(self, step: int, rank: int) -> Path:
+        return stacks_path(self._folder, step, self._attempt, rank)
+
     def _hangs(self, progress: Progress, stood: float) -> None:
-        step, path = progress.step, stacks_path(self._folder, progress.step, self._rank)
+        step, path = progress.step, self._path(progress.step, self._rank)
         waits, place = _where(self._main)
         head = {
             "rank": self._rank, "host": platform.node(), "pid": os.getpid(), "at": now(), "step": step,
@@ -138,14 +148,17 @@ class Watchdog:
                 file.write(json.dumps(head) + "\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
-        if self._rank == 0 and self._world_size > 1:
-            self._ended.wait(3 * self._look_seconds)  # the others write theirs
+        if self._rank == 0:
+            others = [self._path(step, rank) for rank in range(1, self._world_size)]
+            for _ in range(LOOKS):  # they write theirs as they see this one's
+                if all(other.exists() for other in others) or self._ended.wait(self._look_seconds):
+                    break
         self._found(Hang(step, stood, self._told(step, head, path)))
 
     def _told(self, step: int, own: dict[str, object], path: Path) -> str:
         heads = [own]
         if self._rank == 0:
-            heads = [own if rank == 0 else _head(stacks_path(self._folder, step, rank)) or {"rank": rank}
+            heads = [own if rank == 0 else _head(self._path(step, rank)) or {"rank": rank}
                      for rank in range(self._world_size)]  # fmt: skip
         silent = [head["rank"] for head in heads if "in" not in head]
         hanging = [head for head in heads if head.get("waits_for_other_ranks") is False]
@@ -176,18 +189,13 @@ def watching_for_hangs(
         monitor.is_over("hang")
 
     return Watchdog(
-        progress,
-        folder,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        seconds=table.hang_seconds,
-        found=found,
-        over=over,
-    )
+        progress, folder, attempt=life.attempt, rank=ranks.rank, world_size=ranks.world_size,
+        seconds=table.hang_seconds, found=found, over=over,
+    )  # fmt: skip
 
 
-def stacks_path(folder: Path, step: int, rank: int) -> Path:
-    return folder / f"step-{step:08d}-rank-{rank:05d}.stacks.txt"
+def stacks_path(folder: Path, step: int, attempt: int, rank: int) -> Path:
+    return folder / f"step-{step:08d}-attempt-{attempt}-rank-{rank:05d}.stacks.txt"
 
 
 def _numbered(ranks: Iterable[object]) -> str:

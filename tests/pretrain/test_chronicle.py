@@ -84,6 +84,49 @@ def test_throughput_leaves_out_the_first_step_of_each_attempt_unless_there_is_no
     assert read(write_run(tmp_path / "short", [train(1, **slow)])).series.steady_rate == 10
 
 
+def test_a_warm_up_is_as_long_as_steps_are_slow(tmp_path: Path) -> None:
+    """Of each attempt for itself."""
+    slow = {"tokens_per_second": 500.0, "step_seconds": 2.0}
+    records = [train(1, **slow), train(2, **slow), *map(train, range(3, 9)), train(9, 2), train(10, 2)]
+    series = read(write_run(tmp_path / "run", records, attempts=2)).series
+    assert np.flatnonzero(series.warm_up).tolist() == [0, 1, 8]
+    assert series.steady_rate == 2000
+
+
+def test_time_goes_to_what_it_was_spent_on_also_in_vain(tmp_path: Path) -> None:
+    """The first attempt was killed, and its last steps count no more; the second tells of a pause at its end."""
+    parts = {f"{part}_seconds": share for part, share in (
+        ("data", 0.01), ("forward", 0.14), ("backward", 0.3), ("optimizer", 0.04), ("other", 0.01))}  # fmt: skip
+    save = {"kind": "save", "attempt": 1, "held_seconds": 0.25, "whole_seconds": 9.0, "failure": None}
+    records = [
+        *(train(step, **parts) for step in range(1, 5)), evaluation(2, seconds=3.0, at="2026-01-01T00:00:03+00:00"),
+        {**save, "step": 2}, evaluation(4, seconds=4.0, at="2026-01-01T00:00:09+00:00"),
+        *(train(step, 2, **parts, at="2026-01-01T01:00:01+00:00") for step in (3, 4)),
+        {"kind": "time", "step": 4, "attempt": 2, "wall_seconds": 60.0, "paused_seconds": 20.0,
+         "at": "2026-01-01T01:01:00+00:00"},
+    ]  # fmt: skip
+    run = read(write_run(tmp_path / "run", records, attempts=2))
+    assert run.step_parts() == pytest.approx(
+        {"data": 0.04, "forward": 0.56, "backward": 1.2, "optimizer": 0.16, "other": 0.04}
+    )
+    spent = run.time_spent()
+    assert spent == pytest.approx({
+        "training steps that count": 2.0, "steps that a later attempt replaced": 1.0, "evaluating": 7.0,
+        "saving": 0.25, "paused": 20.0, "starting, logging, all else": 9 + 60 - 30.25, "between attempts": 3591.0,
+    })  # fmt: skip
+    assert sum(spent.values()) == pytest.approx(3660)
+    assert render(page(run, None)).count("what a step is made of") == 1
+
+
+def test_what_earlier_versions_did_not_record_is_not_known(tmp_path: Path) -> None:
+    run = read(write_run(tmp_path / "run", [train(1), train(2)]))
+    assert run.step_parts() == {}
+    assert np.isnan(run.series.steady_share(run.series.mfu))
+    shown = render(page(run, None))
+    assert "what a step is made of" not in shown
+    assert "MFU: not known" in shown
+
+
 def test_numbers_that_are_not_finite_stay_unknown_and_leave_the_rest(tmp_path: Path) -> None:
     records = [train(1), train(2, loss=None, grad_norm=None), train(3, loss=2.0), evaluation(2, loss=None)]
     run = read(write_run(tmp_path / "run", records))
@@ -100,6 +143,7 @@ def test_damaged_lines_cost_only_themselves(tmp_path: Path, end: bytes, damaged:
 
 STRANGE: list[dict[str, Any]] = [
     {"loss": "3"}, {"loss": [3]}, {"loss": 10**400}, {"tokens": 1e308}, {"tokens": math.inf}, {"step_seconds": 1e308},
+    {"mfu": "0.4"}, {"data_seconds": [1]}, {"seconds": "1"},
     {"perplexity": "21"}, {"text_bytes": {}}, {"bits_per_byte": math.nan}, {"unigram": True}, {"source": 5},
     {"step": 10**400}, {"step": -1}, {"attempt": "1"}, {"kind": None},
 ]  # fmt: skip

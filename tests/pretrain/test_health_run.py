@@ -60,11 +60,14 @@ class Told(NamedTuple):
 
 
 def legs_case(ranks: Ranks, legs: Sequence[Leg]) -> list[Told]:
+    with process_group(torch.device("cpu")):  # DeepSpeed can't be started twice in a process
+        return legs_of(ranks, legs)
+
+
+def legs_of(ranks: Ranks, legs: Sequence[Leg]) -> list[Told]:
+    """Each a run of its own, in the process group that is there."""
     found = []
-    with (
-        process_group(torch.device("cpu")),  # DeepSpeed can't be started twice in a process
-        mock.patch.object(pretrain.train, "process_group", return_value=nullcontext()),
-    ):
+    with mock.patch.object(pretrain.train, "process_group", return_value=nullcontext()):
         for leg in legs:
             ran: list[int] = []
             read: list[list[int]] = []

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from data_pipeline.recorded_run import read_run
 from data_pipeline.steps import Steps
 from pretrain.checkpoint import measured_at, saved
 from pretrain.chronicle import read as read_chronicle
 from pretrain.config import load_recipe
+from pretrain.engine import process_group
 from pretrain.left_out import RollBack, abandoned, known_to, read, steps_left_out, write
 from pretrain.metrics import read_metrics
 from pretrain.prospects import of_run
 from pretrain.report import notes
 from pretrain.run_directory import RunDirectoryError
+from pretrain.runtime import Ranks
 from pretrain.state import Measured
 from tests.pretrain.test_health_run import (
     BAD,
@@ -29,11 +32,13 @@ from tests.pretrain.test_health_run import (
     Told,
     alarms_of,
     legs_case,
+    legs_of,
     records_of,
     saved_steps,
     tables_of,
 )
 from tests.pretrain.test_resume import assert_same_checkpoint
+from tests.pretrain.test_sharing import RUN, as_node
 from tests.ranks import run_ranks
 
 Tables = Callable[..., dict[str, Any]]
@@ -172,6 +177,49 @@ def test_a_checkpoint_with_an_alarm_is_passed_over(made: Made) -> None:
     assert measured_at(marked)["alarms"] == ["grad_norm_spike"]
     assert measured_at(marked)["healthy"] is True, "its numbers are finite, and a run may be resumed from it"
     assert not saved(marked).healthy
+
+
+# ---------------------------------------------------------------- without a shared file system
+
+
+def nodes_case(ranks: Ranks, runs: Sequence[tuple[list[Path], dict[str, Any]]]) -> list[Told]:
+    """Each a run on two machines of one rank, whose run directory of one name lies in two places."""
+    told = []
+    with process_group(torch.device("cpu")):
+        for places, tables in runs:
+            leg = Leg(tables, RUN, {BAD: 9.0})
+            told += legs_of(as_node(ranks, places), [leg])
+    return told
+
+
+@pytest.fixture(scope="module")
+def nodes(tiny_recipe: Tables, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
+    home = tmp_path_factory.mktemp("nodes")
+    places = {name: [home / name / node for node in ("a", "b")] for name in ("per_node", "gathered")}
+    for place in (one for pair in places.values() for one in pair):
+        place.mkdir(parents=True)
+    runs = []
+    for name, pair in places.items():
+        tables = tables_of(tiny_recipe, 2, **BACKWARDS)
+        tables["checkpoint"]["placement"] = name
+        runs.append((pair, tables))
+    first, second = run_ranks(2, nodes_case, runs)
+    assert [one[:2] for one in first] == [one[:2] for one in second] == [("finished", THROUGH)] * 2
+    return places
+
+
+@pytest.mark.parametrize("placement", ["per_node", "gathered"])
+def test_machines_without_a_shared_file_system_go_back_together(
+    placement: str, nodes: dict[str, list[Path]], made: Made
+) -> None:
+    records = [read(place / RUN / "roll_backs.json") for place in nodes[placement]]
+    assert records[0] == records[1]
+    assert [(one.step, one.to_step) for one in records[0]] == [(BAD, BACK)]
+    name = f"checkpoints/step-{STEPS:08d}/weights.safetensors"
+    assert (nodes[placement][0] / RUN / name).read_bytes() == (made.of("zero2") / name).read_bytes()
+    held = [saved_steps(place / RUN) for place in nodes[placement]]
+    assert held == [[3, 6, 9], [3, 6, 9] if placement == "per_node" else []]
+    assert not [*nodes[placement][1].glob("run/checkpoints/*.partial")]
 
 
 # ---------------------------------------------------------------- by hand

@@ -149,6 +149,13 @@ def trainer(report: Any) -> Iterator[Row]:
         yield Row(f"training, speed by CPU time, {step}", one["cpu_ratio"], "transformers' Trainer")
 
 
+def ranks(report: Any) -> Iterator[Row]:
+    for one in report["found"]:
+        step = f"ZeRO-{one['stage']}, {one['tokens']:,} tokens a step"
+        yield Row(f"two ranks, speed, {step}", one["speed_ratio"], "one rank, a thread each")
+        yield Row(f"two ranks, CPU time, {step}", one["work_ratio"], "one rank, a thread each")
+
+
 # ---------------------------------------------------------------- the benchmarks
 
 BENCHMARKS: dict[str, Short] = {
@@ -184,5 +191,6 @@ BENCHMARKS: dict[str, Short] = {
     "scaling_sweep": Short(("--short", "--work", WORK, "--json", REPORT), scaling_sweep),
     "overhead": Short(("--json", "--quick"), overhead),
     "trainer": Short(("--json", "--quick"), trainer),
+    "ranks": Short(("--json", "--quick", "--block-steps", "1"), ranks),
     "gpu": Short(("--tiny", "--work", WORK, "--json", REPORT), gpu),
 }  # fmt: skip

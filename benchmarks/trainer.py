@@ -59,7 +59,7 @@ def config_of(options: argparse.Namespace, ranks: int) -> RunConfig:
 # ---------------------------------------------------------------- the two programs, on each rank
 
 
-def ours(config: RunConfig, turn: Turn, ranks: Ranks) -> None:
+def ours(config: RunConfig, turn: Turn, ranks: Ranks, runs: Path) -> None:
     real = loop.train_step
 
     def train_step(*arguments: Any, **others: Any) -> Any:
@@ -68,12 +68,11 @@ def ours(config: RunConfig, turn: Turn, ranks: Ranks) -> None:
         turn.losses.append(result.loss)
         return result
 
-    shared = Path(tempfile.gettempdir()) / f"zerohalf-trainer-{os.environ['MASTER_PORT']}"
     with mock.patch.object(loop, "train_step", train_step):
-        loop.train(config, shared, ranks)
+        loop.train(config, runs / f"{ranks.world_size}-ranks", ranks)
 
 
-def theirs(config: RunConfig, turn: Turn, ranks: Ranks, work: Path) -> None:
+def theirs(config: RunConfig, turn: Turn, ranks: Ranks, runs: Path, work: Path) -> None:
     import transformers
 
     keep_freed_memory()
@@ -83,7 +82,7 @@ def theirs(config: RunConfig, turn: Turn, ranks: Ranks, work: Path) -> None:
     table, batch = config.optimizer, config.batch
     accumulation = batch.global_batch_size // (batch.micro_batch_size * ranks.world_size)
     arguments = transformers.TrainingArguments(
-        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=True, max_steps=config.schedule.max_steps,
+        output_dir=str(runs / "theirs"), use_cpu=True, bf16=True, max_steps=config.schedule.max_steps,
         per_device_train_batch_size=batch.micro_batch_size, gradient_accumulation_steps=accumulation,
         learning_rate=config.schedule.peak_lr, lr_scheduler_type="constant", warmup_steps=0, optim="adamw_torch_fused",
         adam_beta1=table.beta1, adam_beta2=table.beta2, adam_epsilon=table.eps, weight_decay=table.weight_decay,
@@ -152,19 +151,26 @@ class Found:
         )
 
 
-def measure(ranks: int, options: argparse.Namespace) -> Found:
-    config = config_of(options, ranks)
-    write_windows(config, options.work)
-    threads = max(1, torch.get_num_threads() // ranks)
+def group(side: str, ranks: int, threads: int, options: argparse.Namespace, runs: str) -> Group:
+    """The processes of "ours" or "theirs", which wait for their first turn."""
     arguments = [
+        "--side", side, "--runs", runs,
         "--of-ranks", str(ranks), "--stage", str(options.stage), "--tokens", str(options.tokens), "--preset",
         options.preset, "--seq-len", str(options.seq_len), "--accumulation", str(options.accumulation), "--pairs",
         str(options.pairs), "--block-steps", str(options.block_steps), "--work", str(options.work),
         *(word for change in options.set for word in ("--set", change)),
     ]  # fmt: skip
+    return Group(__file__, arguments, ranks, threads)
+
+
+def measure(ranks: int, options: argparse.Namespace) -> Found:
+    config = config_of(options, ranks)
+    write_windows(config, options.work)
+    threads = max(1, torch.get_num_threads() // ranks)
     with (
-        Group(__file__, ["--side", "ours", *arguments], ranks, threads) as us,
-        Group(__file__, ["--side", "theirs", *arguments], ranks, threads) as them,
+        tempfile.TemporaryDirectory() as runs,
+        group("ours", ranks, threads, options, runs) as us,
+        group("theirs", ranks, threads, options, runs) as them,
     ):
         pairs = [(us.turn(), them.turn()) for _ in range(options.pairs + 1)]
     worst = max(
@@ -213,12 +219,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="report as JSON")
     parser.add_argument("--side", choices=["ours", "theirs"], help=argparse.SUPPRESS)
     parser.add_argument("--of-ranks", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--runs", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ["DS_ACCELERATOR"] = "cpu"
     if options.side:
         config, turn = config_of(options, options.of_ranks), Turn(options.block_steps)
         ranks = Ranks.from_environment(os.environ)
-        ours(config, turn, ranks) if options.side == "ours" else theirs(config, turn, ranks, options.work)
+        if options.side == "ours":
+            ours(config, turn, ranks, options.runs)
+        else:
+            theirs(config, turn, ranks, options.runs, options.work)
         return
     if options.quick:
         options.ranks, options.pairs = options.ranks or [1], 2

@@ -62,11 +62,12 @@ REPORTS: dict[str, Any] = {
     },
     "overhead": {"found": [{"tokens": 2048, "stage": 2, "wall_ratio": 1.1, "cpu_ratio": 1.05, "data_wait": 0.001}]},
     "trainer": {"found": [{"ranks": 2, "stage": 2, "tokens": 2048, "wall_ratio": 1.3, "cpu_ratio": 1.2}]},
+    "ranks": {"found": [{"stage": 2, "tokens": 4096, "speed_ratio": 1.8, "work_ratio": 1.1}]},
 }  # fmt: skip
 RATIOS = {
     "tokenizer": [20.0, 1.5], "tokenizer_training": [1.5, 1.1], "model": [1.1], "loss": [0.1, 0.99],
     "generate": [1.1, 1.02], "freed_memory": [1.2], "scaling_sweep": [1.5], "overhead": [1.1, 1.05, 0.001],
-    "trainer": [1.3, 1.2],
+    "trainer": [1.3, 1.2], "ranks": [1.8, 1.1],
 }  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def _draw(figure: "Figure") -> None:
     for offset, (name, values) in enumerate({
         "x": row, "LayerNorm": LayerNorm(4, 1e-12)(row).detach(), "RMSNorm": RMSNorm(4, 1e-12)(row).detach(),
     }.items()):  # fmt: skip
-        bars = left.bar([number + 0.27 * (offset - 1) for number in range(4)], values, width=0.25, label=name)
+        bars = left.bar([number + 0.27 * (offset - 1) for number in range(4)], values.tolist(), width=0.25, label=name)
         left.bar_label(bars, fmt="%.2f", fontsize=10, padding=2)
     left.set_xticks(range(4), ["x₁", "x₂", "x₃", "x₄"])
     left.axhline(0, color="grey", linewidth=0.8)

@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.gpu_cases import Case
 from data_pipeline.loader import Batch
+from pretrain.acceleration import multiply_in_tf32
 from pretrain.batching import BatchPlan
 from pretrain.clock import Clock
 from pretrain.config import RunConfig
@@ -137,9 +138,7 @@ class Bench:
 
     def losses(self, case: Case, stack: ExitStack) -> dict[str, Any]:
         """The loss of each update on one batch that comes again and again, so that it falls fast."""
-        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         training = self.training(case, stack, again=True)
-        torch.set_float32_matmul_precision("highest")  # of fp32 products nothing is rounded away
         results = [training.step() for _ in range(case.steps)]
         return {"losses": [one.loss for one in results], "grad_norms": [one.grad_norm for one in results]}
 
@@ -225,6 +224,7 @@ class Bench:
         """Model, engine and batches of a case, as a run builds them. `again`: one batch, repeated."""
         config = case.config()
         built: Any = SimpleNamespace(config=config, deepspeed=case.deepspeed())
+        multiply_in_tf32(config, case.compute, self.device)
         engine = build_engine(built, self.ranks, self.device)
         stack.callback(engine._engine.destroy)  # its hooks would keep it alive, and what it holds
         return Training(engine, BatchPlan.from_config(config, 1), random_batches(config, again), self.device)

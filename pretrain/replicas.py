@@ -1,5 +1,5 @@
-"""What all ranks hold alike, compared: a bit that flipped on one of them, or a collective that gave it other sums, would
-train several models that are taken for one.
+"""What all ranks hold alike, compared: a bit that flipped on one of them, or a collective that gave it other sums,
+would train several models that are taken for one.
 
 Of each tensor two sums modulo 2^64 of the integers that its bits spell, plain and weighted by place (the idea of
 Fletcher's checksum, 1982): one changed element changes the first, two that changed places the second. They are formed

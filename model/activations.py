@@ -23,8 +23,9 @@ from types import CodeType
 
 from model import block_activations
 from model.accounting import parameter_count, parameter_shapes
-from model.block_activations import Pass, Scene, norm_gradients, norm_statistics
+from model.block_activations import norm_gradients, norm_statistics
 from model.config import ModelConfig
+from model.scenes import STREAM, Pass, Scene
 
 LEGEND = {
     "b": "rows of the micro-batch",
@@ -271,7 +272,7 @@ def _last_norm(config: ModelConfig, work: Pass, symbols: Mapping[str, int]) -> t
     """What the norm before the head keeps, where there is one."""
     if config.norm_place != "pre":
         return ()
-    return (_held("the last norm", str(block_activations.STREAM + norm_statistics(config, work)), symbols),)
+    return (_held("the last norm", str(STREAM + norm_statistics(config, work)), symbols),)
 
 
 def _kept(config: ModelConfig, work: Pass, symbols: Mapping[str, int], layers: int) -> tuple[Held, ...]:

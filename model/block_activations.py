@@ -9,131 +9,32 @@ Symbols are those of `activations.LEGEND`.
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
-from model.config import ModelConfig, checkpointing_period
-
-# As attention_cpu.py has them.
-MOST_TOKENS = 1024
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One micro-batch of one rank, and how it is computed.
-
-    `compute_bytes`: 2 for bf16 and fp16, 4 for fp32. `checkpointing` as `Transformer.activation_checkpointing`.
-    `documents`: each attends to itself only. `fused_loss`: Liger's kernel, which loss.py takes on GPUs that have it.
-    `threads`: torch's on a CPU, since attention there takes room for each. The z-loss takes no room.
-
-    Compiled blocks hold the same, since to the compiler our autograd Functions are single steps (seen on a CPU).
-    """
-
-    micro_batch_size: int
-    seq_len: int
-    compute_bytes: int
-    checkpointing: str = "none"
-    loss_chunk_tokens: int = 1024
-    device: Literal["cpu", "cuda"] = "cpu"
-    documents: bool = False
-    fused_loss: bool = False
-    threads: int = 1
-
-    @property
-    def tokens(self) -> int:
-        return self.micro_batch_size * self.seq_len
-
-    @property
-    def attends_by_products(self) -> bool:
-        """Whether attention's backward is that of attention_cpu.py."""
-        return self.device == "cpu" and not self.documents and self.seq_len <= MOST_TOKENS
-
-    @property
-    def is_half(self) -> bool:
-        return self.compute_bytes == 2
-
-    @functools.cached_property
-    def _period(self) -> int:
-        return checkpointing_period(self.checkpointing)
-
-    def is_run_again(self, layer: int) -> bool:
-        return self._period > 0 and layer % self._period == 0
-
-    def hides(self, config: ModelConfig) -> bool:
-        """Whether a sliding window is shorter than the rows."""
-        return config.sliding_window is not None and self.seq_len > config.sliding_window
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Tensors with so many numbers a token, each named by its formula: of the compute dtype, and of fp32."""
-
-    numbers: tuple[str, ...] = ()
-    exact: tuple[str, ...] = ()
-
-    def __add__(self, other: Kept) -> Kept:
-        return Kept(self.numbers + other.numbers, self.exact + other.exact)
-
-    def __str__(self) -> str:
-        """`b·t·w·(4·d + 2·h·k) + 4·b·t·(h + 2)`."""
-        return _text(self)
-
-
-@functools.lru_cache(maxsize=1024)
-def _text(kept: Kept) -> str:
-    kinds = (("b·t·w", kept.numbers), ("4·b·t", kept.exact))
-    return " + ".join(f"{each}·({_counted(names)})" for each, names in kinds if names) or "0"
-
-
-def _counted(names: Iterable[str]) -> str:
-    """Equal ones put together, those that are plain numbers added up."""
-    counts = Counter(names)
-    ones = counts.pop("1", 0)
-    texts = [name if count == 1 else f"{count}·{name}" for name, count in counts.items()]
-    return " + ".join([*texts, *([str(ones)] if ones else [])])
-
-
-@dataclass(frozen=True)
-class Scene:
-    """A moment within a block: what it keeps by then, and the largest of some formulas of what is beside that.
-
-    `formed`: beginnings of the names of those of its parameters that have their gradient by then.
-    """
-
-    name: str
-    own: Kept
-    beside: tuple[str, ...]
-    formed: tuple[str, ...] = ()
-
-
-How = Literal["keeps", "drops", "evaluates"]  # training, with what backward wants or without; or no gradients at all
-
-NOTHING = Kept()
-STREAM = Kept(("d",))
+from model.config import ModelConfig
+from model.scenes import NOTHING, STREAM, How, Kept, Pass, Scene
 
 
 def keeps(config: ModelConfig, work: Pass, layer: int) -> str:
     """What a block that isn't run again keeps for backward."""
-    return str(_Block(config, work, layer).all)
+    return str(_block(config, work, layer).all)
 
 
 def keeps_run_again(config: ModelConfig, work: Pass, layer: int) -> str:
     """What one keeps that is: its input and, "selective", what COSTLY_OPERATIONS gave."""
-    block = _Block(config, work, layer)
+    block = _block(config, work, layer)
     return str(block.input + block.products if work.checkpointing == "selective" else block.input)
 
 
 def forward(config: ModelConfig, work: Pass, layer: int, how: How) -> list[Scene]:
     """A block's scenes, beside what those before it keep."""
-    return list(_Block(config, work, layer).forward(how))
+    return list(_block(config, work, layer).forward(how))
 
 
 def backward(config: ModelConfig, work: Pass, layer: int) -> list[Scene]:
     """The same of backward, in its order, beside what the blocks before it keep."""
-    return list(_Block(config, work, layer).backward())
+    return list(_block(config, work, layer).backward())
 
 
 def norm_statistics(config: ModelConfig, work: Pass) -> Kept:
@@ -158,106 +59,143 @@ def norm_gradients(config: ModelConfig, work: Pass, width: str = "d", *, rms: bo
 
 
 class _Block:
-    """Where norms and streams stand: see blocks.py."""
+    """Pre-norm: a norm before each half, the sum behind it."""
 
     def __init__(self, config: ModelConfig, work: Pass, layer: int) -> None:
-        self.config, self.work = config, work
-        self.is_first = layer == 0
-        self.is_last = layer == config.n_layers - 1
+        self.work, self.is_first = work, layer == 0
         self.attention = _Latent(config, work) if config.attention == "mla" else _Grouped(config, work)
-        self.feedforward = _FeedForward(config, work)
-        self.statistics = norm_statistics(config, work)
-        self.is_post = config.norm_place != "pre"
-        self.is_hyper = config.residual == "hyper"
+        self.feedforward = _FeedForward(config)
+        self.normed = STREAM + norm_statistics(config, work)
+        self.norm_gradients = norm_gradients(config, work)
 
     @property
     def before_attention(self) -> Kept:
-        """Of a norm its input and its output, which the matrices behind it keep; without one the stream alone."""
-        return STREAM if self.is_post else self.streams(self.is_first) + STREAM + self.statistics + STREAM
+        """Of a norm its input, and its output, which the matrices behind it keep."""
+        return self.normed + STREAM
 
     @property
     def before_feedforward(self) -> Kept:
-        written = STREAM + self.streams(False) if self.is_hyper else NOTHING
-        return self.before_attention + self.attention.kept + written + STREAM + self.statistics + STREAM
+        return self.before_attention + self.attention.kept + self.normed + STREAM
 
     @property
     def all(self) -> Kept:
-        behind = STREAM + self.statistics if self.is_post else STREAM if self.is_hyper else NOTHING
-        return self.before_feedforward + self.feedforward.kept + behind
+        return self.before_feedforward + self.feedforward.kept
 
     @property
     def input(self) -> Kept:
-        return Kept(("n·d",)) if self.is_hyper and not self.is_first else STREAM
+        return STREAM
 
     @property
     def products(self) -> Kept:
-        mixed = Kept(exact=("d", "n·d", "d", "n·d")) if self.is_hyper else NOTHING
-        return self.attention.products + STREAM + self.feedforward.products + STREAM + mixed
-
-    def streams(self, is_input: bool) -> Kept:
-        """The streams in fp32, which both of their products keep; in fp32 those that came, at first copies of one."""
-        if not self.is_hyper:
-            return NOTHING
-        return Kept(exact=("d",)) if is_input and not self.work.is_half else Kept(exact=("n·d",))
+        return self.attention.products + STREAM + self.feedforward.products + STREAM
 
     def forward(self, how: How) -> Iterator[Scene]:
-        if self.is_hyper:
-            yield from self._forward_in_streams(how)
-            return
-        before = self.before_attention
-        yield from self.attention.forward(before, how)
-        if self.is_post:
-            before = Kept(("d", "d", "d")) if how != "keeps" else self.before_feedforward + STREAM
-        else:
-            before = Kept(("d", "d", "d")) if how != "keeps" else self.before_feedforward
-        yield from self.feedforward.forward(before, how)
-
-    def _forward_in_streams(self, how: How) -> Iterator[Scene]:
-        """Streams as they came and as the first sublayer left them are there until the block is done, beside their
-        copies in fp32 where these are others.
-        """
-        came = Kept(("n·d",)) if self.work.is_half or how != "keeps" else NOTHING
-        lifted = Kept(exact=("n·d",)) if self.work.is_half else NOTHING
-        mixing = "12·b·t·n·d"
-        read = STREAM + self.statistics + STREAM
-        if how != "keeps":
-            yield from self.attention.forward(came + lifted + read, how)
-            yield from self.feedforward.forward(came + came + lifted + Kept(("d", "d")), how)
-            yield Scene("mixing of streams", came + came + lifted + STREAM, (mixing,))
-        else:
-            yield from self.attention.forward(came + self.before_attention, how)
-            yield from self.feedforward.forward(came + came + self.before_feedforward, how)
-            yield Scene("mixing of streams", came + came + self.all, (mixing,))
+        yield from self.attention.forward(self.before_attention, how)
+        dropped = STREAM + STREAM + STREAM
+        yield from self.feedforward.forward(self.before_feedforward if how == "keeps" else dropped, how)
 
     def backward(self) -> Iterator[Scene]:
-        formed: tuple[str, ...] = ()
-        gradients = norm_gradients(self.config, self.work)
-        passing = "b·t·w·d"
-        if self.is_post:
-            yield Scene("last norm", self.all, (gradients,))
-            formed = ("post_feedforward_layernorm",)
-        if self.is_hyper:
-            # What "selective" kept is given back only when all of the block is there again.
-            cached = Kept(exact=("n·d",)) if self.work.checkpointing == "selective" else NOTHING
-            yield Scene("mixing of streams", self.all + cached, ("12·b·t·n·d + 4·b·t·d",))
-            passing = "4·b·t·n·d"
-        yield from self.feedforward.backward(self.before_feedforward, passing, formed)
-        formed = (*formed, "mlp.")
-        own = self.before_attention + self.attention.kept
-        if self.is_post:
-            yield Scene("norm", own + STREAM + self.statistics, (gradients,), formed)
-        elif self.is_hyper:
-            own_streams = own + STREAM + self.streams(False)
-            yield Scene("norm", own_streams + STREAM + self.statistics, (f"{passing} + {gradients}",), formed)
-            yield Scene("reading of streams", own_streams, ("12·b·t·n·d", "8·b·t·n·d + b·t·w·n·d"), formed)
-        else:
-            yield Scene("norm", own + STREAM + self.statistics, (f"{passing} + {gradients}",), formed)
-        formed = (*formed, "post_attention_layernorm", "self_attn.o_proj")
+        yield from self.feedforward.backward(self.before_feedforward, "b·t·w·d", ())
+        yield from self._backward_of_attention("b·t·w·d", self.before_attention + self.attention.kept, self.normed)
+
+    def _backward_of_attention(self, passing: str, attended: Kept, first: Kept) -> Iterator[Scene]:
+        """From the second norm on, given what is kept before it, and before the first; `passing`: the gradient of the
+        stream that waits for this half's.
+        """
+        beside = f"{passing} + {self.norm_gradients}"
+        yield Scene("norm", attended + self.normed, (beside,), ("mlp.",))
+        formed = ("mlp.", "post_attention_layernorm", "self_attn.o_proj")
         yield from self.attention.backward(self.before_attention, passing, formed)
-        if not self.is_post:
-            own = self.streams(self.is_first) + STREAM + self.statistics
-            formed = (*formed, "self_attn.")
-            yield Scene("first norm", own, (f"{passing} + {gradients}",), formed)
+        yield Scene("first norm", first, (beside,), (*formed, "self_attn."))
+
+
+class _PostNormBlock(_Block):
+    """A norm behind each sum: of it the sum is kept, and its output, which is the stream."""
+
+    @property
+    def before_attention(self) -> Kept:
+        return STREAM
+
+    @property
+    def all(self) -> Kept:
+        return super().all + self.normed
+
+    def forward(self, how: How) -> Iterator[Scene]:
+        """What attention gave stays until the block is done."""
+        yield from self.attention.forward(self.before_attention, how)
+        kept = self.before_feedforward if how == "keeps" else STREAM + STREAM
+        yield from self.feedforward.forward(kept + STREAM, how)
+
+    def backward(self) -> Iterator[Scene]:
+        formed: tuple[str, ...] = ("post_feedforward_layernorm",)
+        yield Scene("last norm", self.all, (self.norm_gradients,))
+        yield from self.feedforward.backward(self.before_feedforward, "b·t·w·d", formed)
+        formed = (*formed, "mlp.")
+        yield Scene("norm", STREAM + self.attention.kept + self.normed, (self.norm_gradients,), formed)
+        formed = (*formed, "post_attention_layernorm", "self_attn.o_proj")
+        yield from self.attention.backward(self.before_attention, "b·t·w·d", formed)
+
+
+class _HyperBlock(_Block):
+    """Pre-norm on several streams: both halves keep these in fp32, and what they write."""
+
+    mixing = "12·b·t·n·d"  # the mixture, what is written to it, and their sum, in fp32
+
+    def streams(self, is_input: bool = False) -> Kept:
+        """In fp32 those that came, at first copies of one."""
+        return Kept(exact=("d",)) if is_input and not self.work.is_half else Kept(exact=("n·d",))
+
+    @property
+    def before_attention(self) -> Kept:
+        return self.streams(self.is_first) + super().before_attention
+
+    @property
+    def before_feedforward(self) -> Kept:
+        return super().before_feedforward + STREAM + self.streams()
+
+    @property
+    def all(self) -> Kept:
+        return super().all + STREAM
+
+    @property
+    def input(self) -> Kept:
+        return STREAM if self.is_first else Kept(("n·d",))
+
+    @property
+    def products(self) -> Kept:
+        return super().products + Kept(exact=("d", "n·d", "d", "n·d"))
+
+    def forward(self, how: How) -> Iterator[Scene]:
+        """Streams as they came and as the first half left them are there until the block is done, beside their copies
+        in fp32 where these are others.
+        """
+        came = Kept(("n·d",)) if self.work.is_half or how != "keeps" else NOTHING
+        if how == "keeps":
+            yield from self.attention.forward(came + self.before_attention, how)
+            yield from self.feedforward.forward(came + came + self.before_feedforward, how)
+            yield Scene("mixing of streams", came + came + self.all, (self.mixing,))
+            return
+        lifted = self.streams() if self.work.is_half else NOTHING
+        yield from self.attention.forward(came + lifted + super().before_attention, how)
+        yield from self.feedforward.forward(came + came + lifted + STREAM + STREAM, how)
+        yield Scene("mixing of streams", came + came + lifted + STREAM, (self.mixing,))
+
+    def backward(self) -> Iterator[Scene]:
+        """What "selective" kept is given back only when all of the block is there again."""
+        cached = self.streams() if self.work.checkpointing == "selective" else NOTHING
+        passing = "4·b·t·n·d"
+        yield Scene("mixing of streams", self.all + cached, (f"{self.mixing} + 4·b·t·d",))
+        yield from self.feedforward.backward(self.before_feedforward, passing, ())
+        attended = self.before_attention + self.attention.kept + STREAM + self.streams()
+        yield Scene("reading of streams", attended, (self.mixing, f"2·{passing} + b·t·w·n·d"), ("mlp.",))
+        yield from self._backward_of_attention(passing, attended, self.streams(self.is_first) + self.normed)
+
+
+def _block(config: ModelConfig, work: Pass, layer: int) -> _Block:
+    """As blocks.build_block chooses."""
+    if config.residual == "hyper":
+        return _HyperBlock(config, work, layer)
+    return (_Block if config.norm_place == "pre" else _PostNormBlock)(config, work, layer)
 
 
 # ---------------------------------------------------------------- feed-forward
@@ -266,7 +204,7 @@ class _Block:
 class _FeedForward:
     """Two matrices or, SwiGLU, three: what lies between them, feedforward.py."""
 
-    def __init__(self, config: ModelConfig, work: Pass) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         self.is_gated, self.is_relu = config.ffn == "swiglu", config.ffn == "relu"
         kept = {"swiglu": 3, "gelu": 2, "relu": 1}[config.ffn]  # ReLU's backward reads its output
         self.kept = Kept(("f",) * kept)

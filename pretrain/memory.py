@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from model import activations
-from model.block_activations import Pass
+from model.scenes import Pass
 from pretrain.config import Compute, RecipeError, RunConfig
 from pretrain.engine_memory import Engine
 from pretrain.memory_parts import MOMENTS, PLACES, Budget, Device, Moment, Part, Place, Scene

@@ -54,6 +54,7 @@ WITHOUT_TORCH = (
     "model/accounting.py",
     "model/activations.py",
     "model/block_activations.py",
+    "model/scenes.py",
     "data_pipeline/order.py",
     "pretrain/config.py",
     "pretrain/batching.py",

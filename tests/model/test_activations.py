@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import activations, attention_cpu, block_activations, loss
+from model import activations, attention_cpu, loss, scenes
 from model.accounting import parameter_count
-from model.activations import Held, Moment, Pass
+from model.activations import Held, Moment
 from model.config import PRESETS, ModelConfig
 from model.generate import Sampling, generate
 from model.residual import ITERATIONS
+from model.scenes import Pass
 from model.transformer import Transformer
 from pretrain.held import PeakTracker
 from tests.model.conftest import random_ids
@@ -132,7 +133,7 @@ def test_formulas_are_made_of_the_legend(tiny_config: ModelConfig) -> None:
 
 
 def test_constants_are_those_of_the_code() -> None:
-    ours = (block_activations.MOST_TOKENS, activations.CHUNK, activations.SCORES_PER_THREAD, activations.CAST_ROWS)
+    ours = (scenes.MOST_TOKENS, activations.CHUNK, activations.SCORES_PER_THREAD, activations.CAST_ROWS)
     assert ours == (attention_cpu.MOST_TOKENS, attention_cpu._CHUNK, attention_cpu._SCORES_PER_THREAD, loss.ROWS)
 
 

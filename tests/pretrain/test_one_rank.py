@@ -9,9 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.memory import Held, measured
+from benchmarks.memory_cases import SHAPES, Case, of_stage
+from benchmarks.memory_cases import recipe as memory_recipe
 from pretrain import engine as engine_module
 from pretrain.batching import BatchPlan, steps_of
 from pretrain.engine import TrainingEngine, process_group
+from pretrain.memory import budget
 from pretrain.resolve import refusal, resolve
 from pretrain.runtime import Ranks
 from pretrain.train import train_step
@@ -97,3 +101,26 @@ def test_no_gradient_is_summed_over_one_rank(case, outcomes):
     ours, theirs = outcomes[case]
     assert theirs["reductions"] > 0
     assert ours["reductions"] == 0
+
+
+# ---------------------------------------------------------------- memory
+
+
+def held(ranks: Ranks, chosen: list[Case]) -> list[Held]:
+    with process_group(CPU):
+        return [measured(ranks, case) for case in chosen]
+
+
+def test_the_budget_counts_no_buckets() -> None:
+    """What one rank holds in backward, where several ranks have buckets, within 1 %."""
+    chosen = []
+    for stage, sums in ((1, "fp32"), (2, "bf16"), (2, "fp32")):
+        config = memory_recipe(SHAPES["small"], precision={"accumulate": sums})
+        resolved = resolve(of_stage(stage, SHAPES["small"].buckets_divided_by), config, 1)
+        chosen.append(Case(f"zero{stage} sums {sums}", config, resolved, "bf16"))
+    (found,) = run_ranks(1, held, chosen)
+    for case, one in zip(chosen, found, strict=True):
+        predicted = budget(case.config, case.deepspeed, 1, compute="bf16", device="cpu")
+        assert predicted.static_bytes == pytest.approx(one.static_bytes, rel=0.01), case.name
+        assert predicted.at("backward") == pytest.approx(one.moments["backward"], rel=0.01), case.name
+        assert "reduce buckets" not in {part.name for part in predicted.parts}

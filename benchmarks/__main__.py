@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     unknown = [name for name in options.names if name not in BENCHMARKS]
     if unknown:
         parser.error(f"no benchmark {unknown[0]!r}: there are {', '.join(BENCHMARKS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what runs is ended too
     try:
         if options.page:
             write_page(PAGE, read(options.out))

@@ -213,7 +213,7 @@ def judge(scores: list[Score], grid: Grid = WHOLE) -> dict[str, Any]:
     points = [point(score) for score in chosen]
     name, source = "sample corpus", "benchmarks/scaling_sweep.py on English and code of the sample corpus"
     found = fit(points, name, source)
-    laws = bootstrap(points, BOOTSTRAPS if grid is WHOLE else 5, seed=1)
+    laws = bootstrap(points, BOOTSTRAPS if grid is WHOLE else 2, seed=1)
     spread = {key: sorted(getattr(law, key) for law in laws) for key in CONSTANTS}
     middle = Trial(*grid.sizes[len(grid.sizes) // 2], grid.tuning_tokens, 0.0)
     seeds = [one for one in scores if one.trial.tokens == middle.tokens and one.trial.seed != Trial.seed]

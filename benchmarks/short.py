@@ -161,9 +161,9 @@ def ranks(report: Any) -> Iterator[Row]:
 BENCHMARKS: dict[str, Short] = {
     "data": Short(
         (
-            "--json", "--work", WORK, "--repetitions", "3", "--megabytes", "3", "--files", "4", "--vocab-size", "8000",
-            "--loader-megabytes", "60", "--batches", "200", "--cold-batches", "60", "--steps", "2",
-            "--startup-tokens", "1e7", "1e10", "--peers-megabytes", "4",
+            "--json", "--work", WORK, "--repetitions", "2", "--megabytes", "2", "--files", "4", "--vocab-size", "8000",
+            "--loader-megabytes", "40", "--batches", "200", "--cold-batches", "60", "--steps", "2",
+            "--startup-tokens", "1e7", "1e10", "--peers-megabytes", "2",
         ),
         data,
     ),
@@ -175,16 +175,16 @@ BENCHMARKS: dict[str, Short] = {
         tokenizer,
     ),
     "tokenizer_training": Short(("--json", "--megabytes", "2", "--repetitions", "2"), tokenizer_training),
-    "model": Short(("--json", "--preset", "mini", "--pairs", "5"), model),
+    "model": Short(("--json", "--preset", "mini", "--batch-size", "2", "--pairs", "5"), model),
     "loss": Short(("--json", "--pairs", "3", "--sequences", "1"), loss),
     "generate": Short(("--json", "--repetitions", "3", "--steps", "20", "--new-tokens", "32"), generate),
-    "freed_memory": Short(("--json", "--pairs", "3", "--steps", "12"), freed_memory),
+    "freed_memory": Short(("--json", "--pairs", "2", "--steps", "12"), freed_memory),
     "memory": Short(("--json", "--quick"), memory),
     "saving": Short(("--json", "--ranks", "1", "--rounds", "3", "--work", WORK), saving),
     "precision_study": Short(
         (
             "--json", "--width", "64", "--layers", "1", "--seq-len", "64", "--vocab-size", "2048",
-            "--first-steps", "60", "--steps", "60", "--evaluation-tokens", "2048",
+            "--first-steps", "40", "--steps", "40", "--evaluation-tokens", "2048",
         ),
         precision_study,
     ),

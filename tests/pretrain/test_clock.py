@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_all_time_belongs_to_a_part() -> None:
         now.at += 8  # logs
     with clock.during("save"):
         now.at += 16
-    with pytest.raises(KeyError), clock.during("evaluation"):
+    with suppress(KeyError), clock.during("evaluation"):
         now.at += 32
         raise KeyError
     now.at += 64
@@ -55,7 +56,7 @@ def test_all_time_belongs_to_a_part() -> None:
 def test_a_step_that_is_given_up_belongs_to_what_was_done() -> None:
     now = Time()
     clock = Clock(now=now)
-    with pytest.raises(KeyError), clock.step():
+    with suppress(KeyError), clock.step():
         now.at += 1
         clock.lap("data")
         now.at += 2

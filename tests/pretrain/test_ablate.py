@@ -27,6 +27,7 @@ from tests.command_line import run_command
 from tests.pretrain.recipe import recipe
 from tests.pretrain.written_run import evaluation, write_run
 from tests.pretrain.written_run import train as step
+from tests.ranks import root
 
 MODEL = recipe().model  # mini: d_model 512, 12 layers, 8 heads, 2 kv heads, head_dim 64, d_ff 1408
 ENVIRONMENT = {**os.environ, "PYTHONUTF8": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -244,6 +245,14 @@ def test_a_dry_run_trains_nothing(tmp_path: Path):
     assert [row["name"] for row in told["variants"]][:2] == ["classic", "RMSNorm"]
     assert told["flops"] == 2 * told["tokens"] * sum(row["flops_per_token"] for row in told["variants"])
     assert not (tmp_path / "out").exists()
+
+
+def test_the_ladder_of_the_paper_is_that_of_its_recipe():
+    made = fit(ladder(load_recipe(root() / "docs" / "ladder.toml").model), "parameters", "d_ff")
+    shown = json.loads((root() / "docs" / "ladder.json").read_bytes())["variants"]
+    assert [(one.label, one.model.d_ff, parameter_count(one.model)) for one in made][: len(shown)] == [
+        (row["label"], row["d_ff"], row["parameters"]) for row in shown
+    ]
 
 
 def test_what_a_choice_needs_comes_with_it():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pretrain.device_peaks import peak_of
@@ -39,6 +40,9 @@ def judged_losses(entries: list[Entry], accelerator: str) -> dict[str, Any]:
 
 
 def apart(ones: list[float], others: list[float]) -> float:
+    """The largest relative difference; infinite where a number is not finite, which no comparison would find."""
+    if not all(map(math.isfinite, (*ones, *others))):
+        return math.inf
     return max(abs(one - other) / abs(other) for one, other in zip(ones, others, strict=True))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -91,6 +92,7 @@ CPU_LOSSES = {"fp32": [10.0, 8.0, 6.0], "bf16": [10.0, 8.01, 6.01]}
         ({"fp32": [10.0, 8.001, 6.01], "bf16": [10.0, 8.02, 6.02]}, False),  # fp32 is off
         ({"fp32": [10.0, 8.001, 6.001], "bf16": [10.0, 8.02, 6.06]}, False),  # bf16 is, by more than rounding
         ({"fp32": [10.0, 10.0, 10.0], "bf16": [10.0, 10.0, 10.0]}, False),  # nothing is learnt
+        ({"fp32": [10.0, 8.0, math.nan], "bf16": [10.0, 8.01, 6.01]}, False),
     ],
 )
 def test_losses_must_agree_with_the_cpus(device: dict[str, list[float]], within: bool) -> None:

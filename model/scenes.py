@@ -25,8 +25,8 @@ class Pass:
     `documents`: each attends to itself only. `fused_loss`: Liger's kernel, which loss.py takes on GPUs that have it.
     `threads`: torch's on a CPU, since attention there takes room for each. The z-loss takes no room.
 
-    Compiled blocks hold the same, since to the compiler our autograd Functions are single steps (seen on a CPU of Llama's
-    block and of GPT-2's; of streams and latents, which are torch's own steps, not seen).
+    Compiled blocks hold the same, since to the compiler our autograd Functions are single steps (seen on a CPU
+    of Llama's block and of GPT-2's; of streams and latents, which are torch's own steps, not seen).
     """
 
     micro_batch_size: int

@@ -479,6 +479,7 @@ def test_a_plan_and_a_dry_run_tell_what_would_be_resumed(made: Made, tmp_path: P
         "checkpoint": str(checkpoint(run, 10)), "global_step": 10,
         "tokens_seen": state_of(run, 10)["tokens_seen"], "written_by": {"world_size": 2, "zero_stage": 2},
         "converted": True, "changes": [expected], "told": ["step 10: global_batch_size is changed from 12 to 16"],
+        "left_out": [],
     }  # fmt: skip
     done = run_command("pretrain", *plan)
     refused = json.loads(done.stdout)["resume"]["refused"]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import statistics
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -272,12 +274,18 @@ def main() -> None:
             make_data(work)
         for tokens in options.tokens or LIMITS:
             for stage in options.stage or STAGES:
-                everything.append(measure(tokens, stage, options, work))
+                with alone() as process:  # DeepSpeed meets its ranks once in a process
+                    everything.append(process.submit(measure, tokens, stage, options, work).result())
                 if not options.json:
                     print(everything[-1].line(), flush=True)
     if options.json:
         print(json.dumps({**machine(), "found": [asdict(found) for found in everything]}, indent=2))
     sys.exit(0 if all(found.is_within for found in everything) else 1)
+
+
+def alone() -> ProcessPoolExecutor:
+    """One process that begins anew."""
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 
 def machine() -> dict[str, Any]:

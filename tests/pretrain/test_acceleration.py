@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ from pretrain import acceleration
 from pretrain.acceleration import compiles, multiply_in_tf32
 from pretrain.adamw import PiecewiseAdamW
 from pretrain.config import RecipeError
+from pretrain.metrics import read_metrics
 from pretrain.optimizer import build_optimizer
 from pretrain.resolve import resolve
 from tests.pretrain.recipe import recipe
+from tests.pretrain.test_resume import train_case
+from tests.ranks import run_ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)  # no test needs one: nothing is computed there
 
@@ -106,3 +110,26 @@ def test_an_offloaded_optimizer_is_the_fused_one() -> None:
     resolve(json, recipe(), 1)
     with pytest.raises(RecipeError, match=r"set optimizer\.fused = true"):
         resolve(json, recipe(optimizer={"fused": False}), 1)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_run_goes_on_with_another_kernel(
+    stage: int, tiny_recipe: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """Fused, then piece by piece, then fused again: the losses are those of one kernel within rounding."""
+    losses = []
+    for name, kernels in (("one", (True,)), ("two", (True, False, True))):
+        starts = [
+            tiny_recipe(
+                deepspeed={"config": f"ds_configs/zero{stage}.json"},
+                precision={"compute": "fp32"},
+                schedule={"name": "constant", "min_lr": 0.0, "max_steps": 12 if len(kernels) == 1 else 4 * number},
+                optimizer={"fused": fused},
+            )
+            for number, fused in enumerate(kernels, 1)
+        ]
+        for tables in starts:
+            assert run_ranks(1, train_case, tables, tmp_path / name) == ["finished"]
+        losses.append([record["loss"] for record in read_metrics(tmp_path / name / "metrics.jsonl")])
+    assert len(losses[0]) == 12
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

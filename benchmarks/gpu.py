@@ -3,7 +3,7 @@
     python benchmarks/gpu.py [--json FILE] [--seconds 480] [--only losses speed saving] [--stage 2]
     python benchmarks/gpu.py --tiny        the same road with a tiny model, in seconds, on a CPU too
 
-Losses first: six updates of a third of its blocks on one batch, in fp32 and in bf16, on the GPU and on the CPU, which
+Losses first: four updates of a third of its blocks on one batch, in fp32 and in bf16, on the GPU and on the CPU, which
 must agree. Then tokens a second, MFU and memory, predicted and measured, of micro-batches × checkpointing × compile;
 of the fastest once more with the recipe's own global batch, kernel by kernel; and for how long its saves hold training
 up. What is predicted not to fit, or for which no time is left, is named and left out. The engine and the step are

@@ -90,7 +90,7 @@ def losses(accelerator: Accelerator, *, tiny: bool) -> list[Case]:
     """In fp32 and in bf16, on the CPU and on `accelerator`: a third of the blocks, short windows: for the CPU."""
     seq_len, n_layers = (32, 2) if tiny else (256, 6)
     return [
-        Case("losses", 1, 1, where, tiny, seq_len, n_layers, compute=compute, steps=6)
+        Case("losses", 1, 1, where, tiny, seq_len, n_layers, compute=compute, steps=4)
         for where in dict.fromkeys((accelerator, "cpu"))
         for compute in ("fp32", "bf16")
     ]

@@ -7,7 +7,7 @@ from typing import Any
 
 from pretrain.device_peaks import peak_of
 
-# Relative, of each of six updates' losses: in fp32 two devices add up the same numbers in other orders; what bf16 may
+# Relative, of each of four updates' losses: in fp32 two devices add up the same numbers in other orders; what bf16 may
 # differ by is measured beside it, as the CPU's own distance between bf16 and fp32.
 FP32_WITHIN = 1e-3
 BF16_WITHIN = 2e-3  # and twice that distance

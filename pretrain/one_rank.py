@@ -25,7 +25,7 @@ def leave_out_reductions(engine: Any) -> None:
         number = zero.get_param_id(parameter)
         sums = zero._get_compact_grad_partition_slice(group, 0, number, parameter.numel())
         if sums is not None:
-            sums.add_(zero.get_gradient_for_reduction(parameter).view(-1).to(sums.dtype))
+            sums.add_(zero.get_gradient_for_reduction(parameter).view(-1))
             zero.clear_grad_attribute(parameter)
 
     zero.reduce_independent_p_g_buckets_and_remove_grads = keep

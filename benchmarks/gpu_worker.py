@@ -38,7 +38,8 @@ from pretrain.retention import Retention
 from pretrain.runtime import Ranks, pick_device, seed_everything
 from pretrain.saving import Checkpoints, SaveResult
 from pretrain.state import Measured, TrainState
-from pretrain.train import build_engine, train_step
+from pretrain.step import train_step
+from pretrain.train import build_engine
 
 LR = 3e-4
 LOSSES_LR = 1e-4  # with LR a difference in the last bit of bf16 is one of 8 % six updates later

@@ -46,7 +46,7 @@ from pretrain.held import PeakTracker
 from pretrain.memory import MOMENTS
 from pretrain.runtime import Ranks
 from pretrain.snapshot import Snapshot
-from pretrain.train import train_step
+from pretrain.step import train_step
 from tests.ranks import run_ranks
 
 STATIC_WITHIN, PEAK_WITHIN = 0.02, 0.10

@@ -45,7 +45,8 @@ from pretrain.engine import process_group  # noqa: E402
 from pretrain.inputs import Inputs, initial_weights  # noqa: E402
 from pretrain.runtime import Ranks, seed_everything  # noqa: E402
 from pretrain.state import TrainState  # noqa: E402
-from pretrain.train import build_engine, heldout_scores, loader, train_step  # noqa: E402
+from pretrain.step import train_step  # noqa: E402
+from pretrain.train import build_engine, heldout_scores, loader  # noqa: E402
 from tokenizer.train import train as train_tokenizer  # noqa: E402
 
 REFERENCE = "fp32"

@@ -39,7 +39,7 @@ from pretrain.retention import Retention
 from pretrain.runtime import Ranks
 from pretrain.saving import Checkpoints, SaveResult
 from pretrain.state import Measured, TrainState
-from pretrain.train import train_step
+from pretrain.step import train_step
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pretrain.saving import Checkpoints
     from pretrain.sharing import Sharing
     from pretrain.state import TrainState
-    from pretrain.train import StepResult
+    from pretrain.step import StepResult
 
 # Of these the samples of the step are not to blame.
 NOT_OF_THE_BATCH: frozenset[Condition] = frozenset({"skipped_steps", "rank_mismatch", "late_rank", "hang"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -14,12 +14,10 @@ import torch
 from data_pipeline.loader import Batch, Loader, evaluation_size
 from data_pipeline.stream import TokenStream
 from model.accounting import parameter_count
-from model.loss import IGNORED
 from model.transformer import Transformer
 from pretrain.acceleration import compiles, multiply_in_tf32
 from pretrain.alive import SignOfLife
 from pretrain.attempt import agree, begin
-from pretrain.batching import BatchPlan
 from pretrain.checkpoint import fill, load_weights, measured_at
 from pretrain.clock import Clock
 from pretrain.config import RunConfig
@@ -49,13 +47,13 @@ from pretrain.runtime import (
 from pretrain.saving import Checkpoints, SaveResult
 from pretrain.schedule import jump, learning_rate
 from pretrain.state import Measured, TrainState
+from pretrain.step import train_step
 from pretrain.stopping import (
     WRITTEN_BYTES_PER_SECOND,
     Poll,
     StopAgreedError,
     Stopping,
     StopRequest,
-    StopWantedError,
     first_reason,
     heeding,
 )
@@ -65,94 +63,6 @@ from pretrain.watchdog import watching_for_hangs
 
 Outcome = Literal["finished", "stopped"]
 T = TypeVar("T")
-
-
-# ---------------------------------------------------------------- one step
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step measured, over all ranks."""
-
-    loss: float  # cross-entropy in nats per token: the mean over the step's tokens, before the update
-    z_loss: float  # what loss.z_loss added to it
-    tokens: int  # targets learnt from
-    grad_norm: float  # of the whole gradient, before clipping
-    loss_scale: float | None  # of that gradient while it was computed; None where it has none (bf16, fp32)
-    overflowed: bool  # the gradient is not finite, so no weight was updated
-    held: bool  # nor was one, since the step was not allowed to
-    stop_wanted: bool  # by any rank
-
-
-def train_step(
-    engine: TrainingEngine,
-    batches: Iterator[Batch],
-    plan: BatchPlan,
-    lr: float,
-    *,
-    stopping: Stopping | None = None,
-    allows: Callable[[float, float], bool] = lambda loss, norm: True,
-    clock: Clock | None = None,
-) -> StepResult:
-    """Accumulate one global batch and update the weights once, if its loss and gradient norm allow that.
-
-    The gradient is that of (sum of all token losses) / (number of all target tokens), over micro-steps and ranks
-    together, however the tokens are spread over them. DeepSpeed divides by the accumulation steps and averages over
-    the ranks, so each micro-loss is scaled up by both before it goes in.
-
-    Raises StopAgreedError, on all ranks, where one of them wants to stop before the update: the engine is then as
-    behind the last whole step. `clock` is told what the time goes into.
-    """
-    stopping = stopping or Stopping(None, engine.sum_over_ranks)
-    clock = clock or Clock(engine.device)
-    micro_batches = []
-    try:
-        micro_batches = [next(batches) for _ in range(plan.gradient_accumulation_steps)]
-        wish = stopping.wish(before_step=True)
-    except StopWantedError:
-        wish = True
-    clock.lap("data")
-    tokens, wishes = engine.sum_over_ranks(sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches), wish)
-    stopping.heed(wishes)
-    clock.lap("other")  # where ranks wait for the one whose data came last
-    engine.set_global_batch_size(plan.global_batch_size)
-    scale = plan.gradient_accumulation_steps * plan.world_size / tokens
-    loss_sum, cross_entropy_sum = torch.zeros(2, dtype=torch.float64, device=engine.device).unbind()
-    for number, batch in enumerate(micro_batches, 1):
-        loss = engine.forward(batch.inputs, batch.targets, batch.documents)
-        clock.lap("forward")
-        engine.backward(loss.loss_sum * scale)
-        clock.lap("backward")
-        loss_sum += loss.loss_sum.detach()
-        cross_entropy_sum += loss.cross_entropy_sum
-        if number < len(micro_batches):
-            engine.step()
-            clock.lap("optimizer")
-            try:
-                stopping.between_micro_steps()
-            except StopAgreedError:
-                engine.drop_accumulation()
-                raise
-    total, cross_entropy, wishes = engine.sum_over_ranks(loss_sum, cross_entropy_sum, stopping.wish())
-    clock.lap("other")
-    mean = cross_entropy / tokens
-    engine.set_learning_rate(lr)  # not before: a checkpoint tells the rate of the last whole step
-    engine.step(lambda norm: allows(mean, norm))
-    grad_norm = engine.gradient_norm()
-    clock.lap("optimizer")
-    return StepResult(
-        loss=mean,
-        z_loss=(total - cross_entropy) / tokens,
-        tokens=int(tokens),
-        grad_norm=grad_norm,
-        loss_scale=engine.loss_scale,
-        overflowed=engine.overflowed,
-        held=engine.held,
-        stop_wanted=wishes > 0,
-    )
-
-
-# ---------------------------------------------------------------- the run
 
 
 def train(

@@ -20,7 +20,7 @@ from pretrain.config import RunConfig
 from pretrain.engine import TrainingEngine, process_group
 from pretrain.resolve import resolve
 from pretrain.runtime import Ranks
-from pretrain.train import train_step
+from pretrain.step import train_step
 from tests.pretrain.recipe import recipe
 from tests.ranks import run_ranks
 

@@ -33,7 +33,7 @@ from pretrain.metrics import Report, all_records
 from pretrain.resuming import choose, refuse_other_run
 from pretrain.run_directory import CheckpointError
 from pretrain.runtime import Ranks
-from pretrain.train import StepResult, train_step
+from pretrain.step import StepResult, train_step
 from tests.command_line import run_command
 from tests.pretrain.test_ramp import checkpoint, short, state_of
 from tests.pretrain.test_resume import tensors_of

@@ -26,7 +26,7 @@ from pretrain.metrics import Report, read_metrics
 from pretrain.resolve import resolve
 from pretrain.runtime import Ranks
 from pretrain.state import TrainState
-from pretrain.train import train_step
+from pretrain.step import train_step
 from tests.pretrain.test_engine import build_model, micro_batches, plan_of, recipe
 from tests.pretrain.test_fp16 import overflows_at, with_fp16
 from tests.ranks import run_ranks

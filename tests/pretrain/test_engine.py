@@ -17,7 +17,7 @@ from pretrain.config import RunConfig, parse_recipe
 from pretrain.engine import TrainingEngine, process_group
 from pretrain.resolve import refusal, resolve
 from pretrain.runtime import Ranks
-from pretrain.train import train_step
+from pretrain.step import train_step
 from tests.ranks import run_ranks
 
 SEQ_LEN = 48

@@ -32,7 +32,7 @@ from pretrain.metrics import Report, all_records, read_metrics
 from pretrain.runtime import Ranks
 from pretrain.saving import Checkpoints
 from pretrain.state import TrainState
-from pretrain.train import train_step
+from pretrain.step import train_step
 from tests.pretrain.test_fp16 import with_fp16
 from tests.pretrain.test_resume import assert_same_checkpoint
 from tests.ranks import run_ranks

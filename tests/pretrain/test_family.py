@@ -24,7 +24,7 @@ from pretrain.engine import process_group
 from pretrain.memory_sizes import group_sizes
 from pretrain.optimizer import build_optimizer, parameter_groups
 from pretrain.runtime import Ranks
-from pretrain.train import train_step
+from pretrain.step import train_step
 from tests.pretrain.test_engine import build, build_model, micro_batches, plan_of, recipe
 from tests.ranks import run_ranks
 

@@ -24,7 +24,8 @@ from pretrain.metrics import Report, TrainingDivergedError, all_records, read_me
 from pretrain.resolve import refusal
 from pretrain.runtime import Ranks, auto_compute, precision_note
 from pretrain.state import TrainState
-from pretrain.train import StepResult, train, train_step
+from pretrain.step import StepResult, train_step
+from pretrain.train import train
 from tests.pretrain.recipe import recipe as smallest_recipe
 from tests.pretrain.test_engine import build, micro_batches, plan_of, recipe
 from tests.pretrain.test_resume import assert_same_checkpoint

@@ -15,7 +15,7 @@ from pretrain.health import Alarm, Monitor
 from pretrain.resolve import resolve
 from pretrain.runtime import Ranks
 from pretrain.spikes import Judge, Window
-from pretrain.train import train_step
+from pretrain.step import train_step
 from tests.pretrain.recipe import recipe
 from tests.pretrain.test_engine import build_model, micro_batches, plan_of
 from tests.pretrain.test_offload import IN_MAIN_MEMORY

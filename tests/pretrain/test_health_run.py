@@ -25,7 +25,7 @@ from pretrain.health import TrainingDivergedError
 from pretrain.metrics import Report, all_records, read_metrics
 from pretrain.runtime import Ranks
 from pretrain.state import TrainState
-from pretrain.train import train_step
+from pretrain.step import train_step
 from tests.ranks import run_ranks
 from tokenizer.codec import Codec
 

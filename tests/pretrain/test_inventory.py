@@ -32,7 +32,8 @@ from pretrain.metrics import TrainingDivergedError, all_records, read_metrics
 from pretrain.run_directory import CheckpointError, RunDirectory, RunDirectoryError
 from pretrain.runtime import Ranks
 from pretrain.state import Measured
-from pretrain.train import train, train_step
+from pretrain.step import train_step
+from pretrain.train import train
 from tests.pretrain import test_engine as engines
 from tests.pretrain.scores import scores_of
 from tests.ranks import run_ranks

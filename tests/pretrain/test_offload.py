@@ -13,7 +13,7 @@ from pretrain.config import PROJECT_ROOT, RecipeError, RunConfig
 from pretrain.engine import TrainingEngine, process_group
 from pretrain.resolve import OFFLOAD_KEYS, OFFLOAD_REFUSED, OFFLOAD_STAGE, read_json, resolve
 from pretrain.runtime import Ranks
-from pretrain.train import StepResult, train_step
+from pretrain.step import StepResult, train_step
 from tests.pretrain.recipe import recipe as smallest_recipe
 from tests.pretrain.test_engine import build_model, micro_batches, plan_of, recipe
 from tests.pretrain.test_fp16 import overflows_at, with_fp16

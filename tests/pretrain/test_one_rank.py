@@ -18,7 +18,7 @@ from pretrain.engine import TrainingEngine, process_group
 from pretrain.memory import budget
 from pretrain.resolve import refusal, resolve
 from pretrain.runtime import Ranks
-from pretrain.train import train_step
+from pretrain.step import train_step
 from tests.pretrain.test_accumulation import CLIPPED, build_model, config_of, micro_batches
 from tests.ranks import run_ranks
 

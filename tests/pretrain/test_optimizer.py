@@ -28,7 +28,7 @@ from pretrain.resolve import resolve, rounding_warnings
 from pretrain.resuming import refuse_other_run
 from pretrain.rounding import add_kahan, add_nearest, add_stochastic, generator_of
 from pretrain.runtime import Ranks
-from pretrain.train import train_step
+from pretrain.step import train_step
 from tests.pretrain.test_engine import build_model, global_batch, micro_batches, plan_of
 from tests.pretrain.test_engine import recipe as engine_recipe
 from tests.ranks import run_ranks

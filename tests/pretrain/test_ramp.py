@@ -32,7 +32,7 @@ from pretrain.run_directory import CheckpointError
 from pretrain.runtime import Ranks
 from pretrain.schedule import learning_rate
 from pretrain.state import TrainState
-from pretrain.train import StepResult, train_step
+from pretrain.step import StepResult, train_step
 from tests.pretrain.recipe import recipe
 from tests.pretrain.test_resume import assert_same_checkpoint
 from tests.ranks import run_ranks

@@ -31,6 +31,7 @@ from pretrain.resolve import resolve
 from pretrain.run_directory import RunDirectory
 from pretrain.runtime import Ranks
 from pretrain.saving import Checkpoints
+from pretrain.step import train_step
 from pretrain.stopping import (
     Deadline,
     Poll,
@@ -41,7 +42,6 @@ from pretrain.stopping import (
     first_reason,
     heeding,
 )
-from pretrain.train import train_step
 from tests.pretrain.recipe import recipe
 from tests.pretrain.test_accumulation import build_model, config_of, micro_batches
 from tests.pretrain.test_resume import assert_same_checkpoint, tensors_of

@@ -20,6 +20,7 @@ from typing import Any
 from data_pipeline.history import History, Read
 from data_pipeline.order import PACKING_MODES, SampleOrder, difference
 from data_pipeline.packing_plan import PackingPlan, open_plan, read_order
+from data_pipeline.reading import Reading
 from data_pipeline.shards import Collection, DataFormatError, open_collection
 from data_pipeline.steps import Steps
 from data_pipeline.stream import TokenStream
@@ -217,22 +218,23 @@ def read_run(path: Path, data: Path | None = None) -> RecordedRun:
     if state is not None:
         _refuse_other_data(state, order, collection, steps, history, state_path)
     step = max(_last_step(path / "metrics.jsonl"), 0 if state is None else state["global_step"])
+    reading = Reading(steps, history, {**order.describe(), "content_sha256": collection.content_sha256})
     return RecordedRun(
         path, collection, order, plan, steps, micro_batch_size, step=step, max_steps=max_steps,
         checked_against=None if state is None else state_path.parent, history=history, earlier=earlier, named=named,
-        left_out=_left_out(path / "roll_backs.json", steps),
+        left_out=_left_out(path / "roll_backs.json", reading),
     )  # fmt: skip
 
 
-def _left_out(path: Path, steps: Steps) -> frozenset[int]:
+def _left_out(path: Path, reading: Reading) -> frozenset[int]:
     """The steps that the run leaves out since it went back for an alarm, as long as they read the same samples."""
     try:
         records = json.loads(path.read_bytes())["roll_backs"]
-        read = [(one["step"], range(one["first_sample"], one["first_sample"] + one["samples"])) for one in records]
-        return frozenset(step for step, samples in read if steps.samples(step - 1) == samples)
+        recorded = [tuple(one[key] for key in ("step", "first_sample", "samples", "reads_sha256")) for one in records]
+        return frozenset(one[0] for one in recorded if reading.reads(*one))
     except FileNotFoundError:
         return frozenset()
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise DataFormatError(f"{path}: damaged: it does not tell which steps the run leaves out") from None
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from data_pipeline.history import Change, History, Mixture, Read
 from data_pipeline.order import SampleOrder, difference, integer_weights
+from data_pipeline.reading import Reading
 from data_pipeline.shards import DataFormatError, open_collection
 from data_pipeline.steps import Steps
 from model.config import COMPONENTS, ModelConfig, from_table
@@ -98,6 +99,11 @@ def mixture_of(identity: Mapping[str, Any]) -> Mixture:
 
 def steps_of_identity(identity: Mapping[str, Any]) -> Steps:
     return Steps.from_json(identity["global_batch_size"], identity.get("batch_ramp", []))
+
+
+def reading_of(identity: Mapping[str, Any]) -> Reading:
+    """What the steps of a run read whose identity this is, its past included."""
+    return Reading(steps_of_identity(identity), History.of(identity.get("changes", [])), identity["order"])
 
 
 def after(identity: Mapping[str, Any], history: History) -> dict[str, Any]:

@@ -406,12 +406,14 @@ class RunConfig(_Table):
         health, table = self.health, self.checkpoint
         condition = next((name for name in HealthTable.model_fields if getattr(health, name) == "roll_back"), None)
         reach, wanted = (table.keep_last - 1) * table.every_steps, health.roll_back_steps - 1
-        if condition is not None and reach < wanted and table.keep_every_steps is None:
+        stays = table.keep_every_steps  # of these one is old enough as soon as the run is twice as old
+        if condition is not None and reach < wanted and (stays is None or stays > health.roll_back_steps):
             keep = -(-wanted // table.every_steps) + 1
+            kept = "" if stays is None else f", keep_every_steps {stays} is rarer than that"
             raise ValueError(
                 f'health.{condition} "roll_back" goes back health.roll_back_steps {health.roll_back_steps} steps or '
                 f"more, and checkpoint.keep_last {table.keep_last} of every_steps {table.every_steps} may reach back "
-                f"{reach + 1}: set checkpoint.keep_last = {keep}, or lower health.roll_back_steps to {reach + 1}"
+                f"{reach + 1}{kept}: set checkpoint.keep_last = {keep}, or lower health.roll_back_steps to {reach + 1}"
             )
         return self
 

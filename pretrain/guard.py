@@ -63,7 +63,7 @@ class Guard:
         health = stored.get("health", {})
         self.monitor.on = {*health.get("on", ())}
         self.judge = Judge(self.table, self.monitor, health)
-        self._left_out = left_out.steps_left_out(self.roll_backs, self._inputs.steps, self._inputs.identity["order"])
+        self._left_out = left_out.steps_left_out(self.roll_backs, self._inputs.reading)
 
     def lines(self) -> Iterator[str]:
         """What is to be said of earlier roll backs when a run goes on."""
@@ -118,22 +118,23 @@ class Guard:
 
     def _go_back(self, alarm: Alarm, state: TrainState, checkpoints: Checkpoints, engine: TrainingEngine) -> None:
         latest, most = alarm.step - self.table.roll_back_steps, self.table.roll_backs
+        changes = self._inputs.reading.history.changes
+        first = changes[-1].global_step if changes else 0  # samples and steps before it were of another kind
         reason = None
         if len(self.roll_backs) >= most:
             reason = f"the run has gone back {len(self.roll_backs)} times, health.roll_backs is {most}"
         elif any(one.step == alarm.step for one in self.roll_backs):
             reason = "the run has gone back for that step already"
-        gone = None if reason is not None else go_back(checkpoints, engine, self._sharing, latest, self._report.say)
+        steps = range(first, latest + 1)
+        gone = None if reason is not None else go_back(checkpoints, engine, self._sharing, steps, self._report.say)
         if gone is None:
             reason = reason or (
                 f"there is no healthy checkpoint of step {latest} or before (health.roll_back_steps "
-                f"{self.table.roll_back_steps}) to go back to"
+                f"{self.table.roll_back_steps}) to go back to{no_further(alarm.step, first)}"
             )
             raise TrainingDivergedError(f"{what_was_wrong(alarm)}; {reason}; {remedy(alarm)}")
         earlier, stored = gone
-        made = left_out.RollBack.behind(
-            alarm.step, alarm.condition, earlier.global_step, self._inputs.steps, self._inputs.identity["order"]
-        )
+        made = left_out.RollBack.behind(alarm.step, alarm.condition, earlier.global_step, self._inputs.reading)
         made = self._sharing.ranks.broadcast(made)
         self.roll_backs = (*self.roll_backs, made)
         faults = record(self._directory, self._sharing, self.roll_backs)
@@ -143,6 +144,16 @@ class Guard:
         self._report.say(f"went back to step {state.global_step}: step {made.step} is left out from now on")
         for fault in faults:
             self._report.say(f"warning: {fault}")
+
+
+def no_further(step: int, change: int) -> str:
+    """What else is to be said where an alarm at `step` finds nowhere to go back to, behind a change (0: none)."""
+    if not change:
+        return ""
+    return (
+        f", and no roll back goes to before step {change}, where the run was changed by name: "
+        f"health.roll_back_steps {step - change} or less reaches back to there"
+    )
 
 
 def what_was_wrong(alarm: Alarm) -> str:

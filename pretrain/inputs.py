@@ -9,10 +9,11 @@ from typing import Any
 from data_pipeline.history import History
 from data_pipeline.order import SampleOrder
 from data_pipeline.packing_plan import PackingPlan, read_order
+from data_pipeline.reading import Reading
 from data_pipeline.shards import Collection, DataFormatError, open_collection
 from data_pipeline.steps import Steps
 from pretrain.batching import BatchPlan, steps_of
-from pretrain.changes import after, steps_of_identity
+from pretrain.changes import after, reading_of, steps_of_identity
 from pretrain.checkpoint import find, refuse_other_model, refuse_unhealthy, tokenizer_of, verify
 from pretrain.config import Compute, RecipeError, RunConfig, from_root
 from pretrain.engine import device_refusal
@@ -41,6 +42,11 @@ class Inputs:
     def steps(self) -> Steps:
         """Which samples each step reads, those before the last change included."""
         return steps_of_identity(self.identity)
+
+    @property
+    def reading(self) -> Reading:
+        """What each step reads, those before the last change included."""
+        return reading_of(self.identity)
 
     def behind(self, history: History) -> Inputs:
         """What a run reads and counts that goes on behind these changes: its order begins with the last of them."""

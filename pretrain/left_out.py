@@ -2,8 +2,8 @@
 
 Behind a roll back the step of the alarm is left out: it keeps its samples, so that which step reads which stays
 arithmetic, but it is not run, and nothing is learnt from them. That holds for every later start of the run as well,
-from whatever checkpoint, as long as the step reads the very same samples: behind a change of the data, the windows or
-the batch by name its number means other ones.
+from whatever checkpoint, as long as the step reads the very same samples (data_pipeline/reading.py): where the data,
+their mixture, the windows or the batch are changed before it, its number means other ones.
 
 The file is written when the earlier checkpoint has been loaded and before the run goes on from it. Then the checkpoints
 behind it are removed, which the run has left; a start that finds some after a kill removes them (`abandoned`).
@@ -12,12 +12,12 @@ behind it are removed, which the run has left; a start that finds some after a k
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.steps import Steps
+from data_pipeline.reading import Reading
 from pretrain.checkpoint import list_checkpoints, read_json, step_of
 from pretrain.run_directory import CheckpointError, RunDirectoryError, now, write_text
 
@@ -31,29 +31,29 @@ class RollBack:
     to_step: int  # of the checkpoint that was loaded
     first_sample: int  # of the step that is left out
     samples: int
-    seq_len: int  # of the windows it read
-    content_sha256: str  # of the collection it read
+    reads_sha256: str  # what it read: `Reading.digest`
     at: str = field(default_factory=now)
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> RollBack:
         """Out of JSON. ValueError where it is none."""
-        kinds = {name: str if name in ("condition", "content_sha256", "at") else int for name in cls.__annotations__}
+        kinds = {name: str if name in ("condition", "reads_sha256", "at") else int for name in cls.__annotations__}
         if not isinstance(table, Mapping) or any(type(table.get(name)) is not kind for name, kind in kinds.items()):
             raise ValueError("a roll back is damaged")
-        return cls(**{name: table[name] for name in kinds})
+        one = cls(**{name: table[name] for name in kinds})
+        if not 0 <= one.to_step < one.step or one.first_sample < 0 or one.samples < 1:
+            raise ValueError("no run goes back like that")
+        return one
 
     @classmethod
-    def behind(cls, step: int, condition: str, to_step: int, steps: Steps, order: Mapping[str, Any]) -> RollBack:
-        """Of an alarm at `step`, in a run of these steps and, as a checkpoint's identity describes it, this order."""
-        samples = steps.samples(step - 1)
-        return cls(step, condition, to_step, samples.start, len(samples), order["seq_len"], order["content_sha256"])
+    def behind(cls, step: int, condition: str, to_step: int, reading: Reading) -> RollBack:
+        """Of an alarm at `step`, in a run that reads this."""
+        samples = reading.samples(step)
+        return cls(step, condition, to_step, samples.start, len(samples), reading.digest(step))
 
-    def leaves_out(self, steps: Steps, order: Mapping[str, Any]) -> bool:
-        """Whether its step reads the same samples in a run of these steps and this order."""
-        samples = steps.samples(self.step - 1)
-        same = (samples.start, len(samples)) == (self.first_sample, self.samples)
-        return same and (order["seq_len"], order["content_sha256"]) == (self.seq_len, self.content_sha256)
+    def leaves_out(self, reading: Reading) -> bool:
+        """Whether its step reads the same samples in a run that reads this."""
+        return reading.reads(self.step, self.first_sample, self.samples, self.reads_sha256)
 
     def told(self) -> str:
         return f"step {self.step} ({self.condition}) is left out since the run went back to step {self.to_step}"
@@ -71,6 +71,11 @@ def read(path: Path) -> RollBacks:
         return from_json(json.loads(path.read_bytes())["roll_backs"])
     except FileNotFoundError:
         return ()
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{path} cannot be read ({error.strerror or error}), so which steps the run leaves out is not known: "
+            "it must be a file that this user may read"
+        ) from None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise RunDirectoryError(
             f"{path} is damaged: restore it from a copy, or remove it, and the run leaves out only the steps that the "
@@ -87,8 +92,10 @@ def to_json(roll_backs: RollBacks) -> list[dict[str, Any]]:
     return [asdict(one) for one in roll_backs]
 
 
-def from_json(tables: Iterable[Mapping[str, Any]]) -> RollBacks:
+def from_json(tables: object) -> RollBacks:
     """ValueError where it is none."""
+    if not isinstance(tables, list):
+        raise ValueError("roll backs are a list")
     return tuple(RollBack.of(table) for table in tables)
 
 
@@ -118,6 +125,6 @@ def abandoned(folder: Path, roll_backs: RollBacks) -> list[str]:
     return names
 
 
-def steps_left_out(roll_backs: Sequence[RollBack], steps: Steps, order: Mapping[str, Any]) -> frozenset[int]:
+def steps_left_out(roll_backs: Sequence[RollBack], reading: Reading) -> frozenset[int]:
     """The numbers, from 1, of the steps that a run does not run."""
-    return frozenset(one.step for one in roll_backs if one.leaves_out(steps, order))
+    return frozenset(one.step for one in roll_backs if one.leaves_out(reading))

@@ -12,7 +12,7 @@ from data_pipeline.durable import sync_folder
 from data_pipeline.history import History
 from data_pipeline.order import SampleOrder
 from pretrain import left_out
-from pretrain.changes import after, mixture_of, refuse_other, steps_of_identity, told, unchanged
+from pretrain.changes import after, mixture_of, reading_of, refuse_other, told, unchanged
 from pretrain.checkpoint import (
     BEST,
     LATEST,
@@ -112,7 +112,7 @@ def preview(
     now = after(ours, history)
     order = SampleOrder.of(now["order"])
     back = left_out.merged(left_out.read(folder.parent / RunDirectory.ROLL_BACKS), left_out.known_to(chosen))
-    without = left_out.steps_left_out(back, steps_of_identity(now), now["order"])
+    without = left_out.steps_left_out(back, reading_of(now))
     return {
         **found,
         "told": [

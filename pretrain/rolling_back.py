@@ -23,9 +23,9 @@ from pretrain.state import TrainState
 
 
 def go_back(
-    checkpoints: Checkpoints, engine: TrainingEngine, sharing: Sharing, latest: int, say: Callable[[str], None]
+    checkpoints: Checkpoints, engine: TrainingEngine, sharing: Sharing, steps: range, say: Callable[[str], None]
 ) -> tuple[TrainState, dict[str, Any]] | None:
-    """Load the newest healthy checkpoint of step `latest` or before; None where there is none. All ranks together.
+    """Load the newest healthy checkpoint of one of `steps`; None where there is none. All ranks together.
 
     Returns where the run is then, and all that the checkpoint tells of it.
 
@@ -34,7 +34,7 @@ def go_back(
     checkpoints.finish()
     folder, shelf = checkpoints.folder, checkpoints.shelf
     by_home = sharing.on_leaders(
-        lambda: [path.name for path in list_checkpoints(folder) if step_of(path) <= latest and saved(path).healthy]
+        lambda: [path.name for path in list_checkpoints(folder) if step_of(path) in steps and saved(path).healthy]
     )
     for name in sorted({name for names in by_home for name in names}, key=lambda name: step_of(Path(name)))[::-1]:
         path = folder / name

@@ -48,7 +48,9 @@ def test_a_run_that_may_go_back_keeps_checkpoints_old_enough() -> None:
     with pytest.raises(RecipeError, match=r"may reach back 101: set checkpoint.keep_last = 4, or lower .* to 101"):
         recipe(health=back, checkpoint={"keep_last": 3})
     recipe(health=back, checkpoint={"keep_last": 4})
-    recipe(health=back, checkpoint={"keep_every_steps": 100})
+    recipe(health=back, checkpoint={"keep_every_steps": 150})
+    with pytest.raises(RecipeError, match=r"keep_every_steps 200 is rarer than that: set checkpoint.keep_last = 4"):
+        recipe(health=back, checkpoint={"keep_every_steps": 200})
     recipe(health={"roll_back_steps": 10_000})
 
 

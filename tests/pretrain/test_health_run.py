@@ -49,6 +49,7 @@ class Leg(NamedTuple):
     gradients: Mapping[int, float] = {}
     struck_in: str | None = None  # a part of a roll back behind which the process is lost
     end: int | None = None  # or the step behind which it is
+    changes: tuple[str, ...] = ()
 
 
 class Told(NamedTuple):
@@ -73,7 +74,7 @@ def legs_of(ranks: Ranks, legs: Sequence[Leg]) -> list[Told]:
             read: list[list[int]] = []
             with injected(leg, ran, read, tampers=ranks.rank == ranks.world_size - 1):
                 try:
-                    outcome: str = pretrain.train.train(parse_recipe(leg.tables), leg.path, ranks)
+                    outcome: str = pretrain.train.train(parse_recipe(leg.tables), leg.path, ranks, changes=leg.changes)
                 except (StruckError, TrainingDivergedError) as error:
                     outcome = str(error) or "struck"
             ranks.barrier()

@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from data_pipeline.history import Change, History, Read
+from data_pipeline.order import Begin, PlannedRows, SampleOrder, Stage
+from data_pipeline.reading import Reading
 from data_pipeline.recorded_run import read_run
+from data_pipeline.shards import DataFormatError
 from data_pipeline.steps import Steps
 from pretrain.checkpoint import measured_at, saved
 from pretrain.chronicle import read as read_chronicle
@@ -46,6 +50,12 @@ STAGES = (0, 1, 2, 3)
 BACK = 3  # the newest checkpoint three steps or more before the bad one; that of step 6 lies behind it
 BACKWARDS: dict[str, Any] = {"loss_spike": "roll_back"}
 THROUGH = [*range(1, BAD + 1), *range(BACK + 1, BAD), *range(BAD + 1, STEPS + 1)]
+CHANGED = 6  # behind which step, a saved one, a change is made by name
+CHANGES: dict[str, tuple[str, dict[str, Any]]] = {  # of the runs that make one: in which table
+    "seq_len": ("model", {"seq_len": 16}),
+    "global_batch_size": ("batch", {"global_batch_size": 16}),
+    "killed": ("batch", {"global_batch_size": 16}),
+}
 STRUCK = {  # behind which part of a roll back the process is lost: the steps that the next start runs
     "loaded": [*range(7, BAD + 1), *range(BACK + 1, BAD), STEPS],
     "recorded": [*range(BACK + 1, BAD), STEPS],
@@ -71,14 +81,28 @@ class Made:
                 "twice": Leg(one, self.of("twice"), twice),
                 "too-often": Leg(tables_of(tiny_recipe, 2, **BACKWARDS, roll_backs=1), self.of("too-often"), twice),
                 "marked": Leg(nearer, self.of("marked"), bad, {6: 3000.0}),
+                "changed": Leg(one, self.of("changed"), end=CHANGED),
             }
         )
+        for name in CHANGES:
+            shutil.copytree(self.of("changed"), self.of(name))
         for name in whole:
             shutil.copy(self.of(name) / "roll_backs.json", self.of(f"fresh-{name}"))
         self._launch(
             {f"fresh-{name}": Leg(tables, self.of(f"fresh-{name}"), bad) for name, tables in whole.items()}
             | {at: Leg(one, self.of(at), bad) for at in STRUCK}
+            | {"behind": self._behind_a_change(one, "seq_len")}
+            | {
+                name: self._behind_a_change(nearer, name)._replace(struck_in=at)
+                for name, at in (("global_batch_size", None), ("killed", "recorded"))
+            }
+            | {"killed again": self._behind_a_change(nearer, "killed")}
         )
+
+    def _behind_a_change(self, tables: dict[str, Any], name: str) -> Leg:
+        table, value = CHANGES[name]
+        changed = {**tables, table: {**tables[table], **value}}
+        return Leg(changed, self.of(name), {BAD: 9.0}, changes=tuple(value))
 
     def of(self, name: str) -> Path:
         return self.home / name
@@ -179,6 +203,60 @@ def test_a_checkpoint_with_an_alarm_is_passed_over(made: Made) -> None:
     assert not saved(marked).healthy
 
 
+def test_a_run_never_goes_back_to_before_a_change(made: Made) -> None:
+    """Three steps before the alarm lies a checkpoint, that of step 3; the change was made behind step 6."""
+    run = made.of("seq_len")
+    outcome, ran, _ = made.told["behind"][0]
+    assert ran == [7, BAD]
+    assert outcome.startswith(f"step {BAD}: loss_spike ")
+    assert (
+        "there is no healthy checkpoint of step 5 or before (health.roll_back_steps 3) to go back to, and no roll back "
+        "goes to before step 6, where the run was changed by name: health.roll_back_steps 2 or less reaches back to "
+        "there; nothing of this step was saved"
+    ) in outcome
+    assert saved_steps(run) == [3, 6], "nothing is removed"
+    assert not (run / "roll_backs.json").exists(), "nor recorded"
+
+
+def test_a_run_goes_back_to_its_change_and_killed_there_ends_where_it_would_have(made: Made) -> None:
+    run, killed = made.of("global_batch_size"), made.of("killed")
+    assert made.told["global_batch_size"][0][:2] == ("finished", [7, BAD, 7, STEPS])
+    assert made.told["killed"][0][:2] == ("struck", [7, BAD])
+    assert made.told["killed again"][0][:2] == ("finished", [7, STEPS])
+    name = f"checkpoints/step-{STEPS:08d}/weights.safetensors"
+    assert (run / name).read_bytes() == (killed / name).read_bytes()
+    for path in (run, killed):
+        (one,) = read(path / "roll_backs.json")
+        assert (one.step, one.to_step, one.first_sample, one.samples) == (BAD, CHANGED, 8 * 6 + 16, 16)
+        assert read_run(path).left_out == {BAD}
+
+
+def test_a_change_behind_a_step_that_is_left_out_is_none_to_it(made: Made) -> None:
+    config = load_recipe(made.of("zero2") / "recipe.toml")
+    changed = config.model_copy(update={"model": replace(config.model, seq_len=16)})
+    found = of_run(changed, 2, 2, made.of("zero2"), "auto", ("seq_len",))
+    assert (found.report["resume"]["global_step"], found.report["resume"]["left_out"]) == (STEPS, [BAD])
+
+
+def test_another_mixture_before_it_has_the_step_run_again(made: Made, tmp_path: Path) -> None:
+    """A stage that had not begun where the run is may be another: the alarm's step then reads other windows."""
+    run = tmp_path / "run"
+    shutil.copytree(made.of("zero2"), run)
+    for step in (6, STEPS):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+    (run / "checkpoints" / "latest").write_text(f"step-{BACK:08d}\n")
+    text = (run / "recipe.toml").read_text()
+    stored = json.loads((run / "checkpoints" / f"step-{BACK:08d}" / "state.json").read_text())
+    mixed = ", ".join(f"{name} = {count}" for name, count in stored["order"]["stages"][0]["slots"].items())
+    whole = f"[[data.stages]]\nfrom_tokens = 0\nweights = {{ {mixed} }}\n"
+    for first, left in ((8 * BAD, {BAD}), (8 * (BAD - 1), set())):  # a stage that begins behind it, and one with it
+        stage = f"[[data.stages]]\nfrom_tokens = {32 * first}\nweights = {{ code = 1.0 }}\n"
+        (run / "recipe.toml").write_text(f"{text}\n{whole}{stage}")
+        assert read_run(run).left_out == left
+        found = of_run(load_recipe(run / "recipe.toml"), 2, 2, run, "auto", ())
+        assert found.report["resume"]["left_out"] == sorted(left)
+
+
 # ---------------------------------------------------------------- without a shared file system
 
 
@@ -224,21 +302,53 @@ def test_machines_without_a_shared_file_system_go_back_together(
 
 # ---------------------------------------------------------------- by hand
 
-ORDER = {"seq_len": 32, "content_sha256": "ab"}
-MADE = RollBack(9, "loss_spike", 6, 64, 8, 32, "ab", at="2026-01-01T00:00:00.000+00:00")
+MADE = RollBack(9, "loss_spike", 6, 64, 8, "ab", at="2026-01-01T00:00:00.000+00:00")
+TOKENS = {"a": 100_000, "b": 50_000}
+
+
+def reading(
+    steps: Steps = Steps(8), history: History = History(), content: str = "ab", seq_len: int = 32, **order: Any
+) -> Reading:
+    described = SampleOrder(seed=1, seq_len=seq_len, tokens=TOKENS, **order).describe()
+    return Reading(steps, history, {**described, "content_sha256": content})
+
+
+def usual_weights() -> dict[str, float]:
+    """Of a run without stages: its numbers of windows."""
+    return {name: (count - 1) // 32 for name, count in TOKENS.items()}
+
+
+def changed(sample: int, before: Reading) -> History:
+    read = Read(before.order, None, {})
+    return History((Change(sample // 8, sample, 0, [], read=read),))
 
 
 def test_a_step_is_left_out_as_long_as_it_reads_the_same_samples() -> None:
-    steps = Steps(8)
-    assert RollBack.behind(9, "loss_spike", 6, steps, ORDER) == replace(MADE, at=RollBack.behind(
-        9, "loss_spike", 6, steps, ORDER
-    ).at)  # fmt: skip
-    assert steps_left_out([MADE], steps, ORDER) == {9}
-    assert steps_left_out([MADE], Steps(4), ORDER) == set()
-    assert steps_left_out([MADE], Steps(8, ((16, 4),)), ORDER) == set(), "a ramp before it moves its samples"
-    assert steps_left_out([MADE], Steps(4, ((80, 8),)), ORDER) == {9}
-    assert steps_left_out([MADE], steps, {**ORDER, "seq_len": 64}) == set()
-    assert steps_left_out([MADE], steps, {**ORDER, "content_sha256": "cd"}) == set()
+    usual = reading()
+    made = RollBack.behind(9, "loss_spike", 6, usual)
+    assert (made.first_sample, made.samples) == (64, 8)
+    planned = [PlannedRows({"a": 3000, "b": 1500}, sha256) for sha256 in ("c" * 64, "d" * 64)]
+    same = [
+        usual,
+        reading(Steps(4, ((80, 8),))),
+        reading(stages=[Stage(0, usual_weights()), Stage(72, {"a": 1})]),
+        reading(history=changed(72, usual), seq_len=64, begin=Begin(72, {"a": 0, "b": 0})),
+    ]
+    assert [steps_left_out([made], one) for one in same] == [{9}] * len(same)
+    others = [
+        reading(Steps(4)),
+        reading(Steps(8, ((16, 4),))),  # a ramp before it moves its samples
+        reading(seq_len=64),
+        reading(content="cd"),
+        reading(packing="concat_masked"),
+        *(reading(packing="best_fit", planned=plan) for plan in planned),
+        reading(stages=[Stage(0, {"a": 1, "b": 1})]),
+        reading(stages=[Stage(0, usual_weights()), Stage(64, {"a": 1})]),
+        reading(history=changed(48, usual), begin=Begin(48, {"a": 0, "b": 0})),
+    ]
+    assert [steps_left_out([made], one) for one in others] == [frozenset()] * len(others)
+    rows = RollBack.behind(9, "loss_spike", 6, others[5])
+    assert [rows.leaves_out(one) for one in others[5:7]] == [True, False], "another plan has other rows"
 
 
 def test_what_was_left_behind_is_told_from_what_came_later(tmp_path: Path) -> None:
@@ -259,10 +369,31 @@ def test_a_damaged_record_is_told_in_one_line(tmp_path: Path) -> None:
     assert read(path) == ()
     write(path, (MADE,))
     assert read(path) == (MADE,)
-    for text in ("{", "[]", '{"roll_backs": [{"step": 9}]}', path.read_text().replace("9", '"9"', 1)):
+    whole = path.read_text()
+    broken = ["{", "[]", '{"roll_backs": {}}', '{"roll_backs": [{"step": 9}]}', whole.replace("9", '"9"', 1)]
+    impossible = {"step": (-5, 0, 6), "to_step": (-5, 9), "first_sample": (-1,), "samples": (0,)}
+    for key, value in ((key, value) for key, values in impossible.items() for value in values):
+        broken.append(json.dumps({"roll_backs": [{**vars(MADE), key: value}]}))
+    for text in broken:
         path.write_text(text)
         with pytest.raises(RunDirectoryError, match=r"roll_backs.json is damaged: restore it"):
             read(path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(RunDirectoryError, match=r"^\S+roll_backs.json cannot be read \(Is a directory\), so [^\n]+$"):
+        read(path)
+
+
+def test_trace_tells_a_damaged_record_in_one_line(made: Made, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(made.of("zero2"), run)
+    (path := run / "roll_backs.json").write_text(json.dumps({"roll_backs": [{**vars(MADE), "step": -5}]}))
+    with pytest.raises(DataFormatError, match=r"roll_backs.json: damaged"):
+        read_run(run)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(DataFormatError, match=r"roll_backs.json: damaged"):
+        read_run(run)
 
 
 def test_what_a_step_measured_is_told_by_a_later_checkpoint() -> None:

@@ -157,7 +157,10 @@ def version_of(library: str) -> str | None:
 def read(out: Path) -> dict[str, Any]:
     """The entries so far, by benchmark."""
     path = out / "table.json"
-    table: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+    try:
+        table: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+    except ValueError as error:
+        raise OSError(f"{path} is damaged ({error}): remove it, and run all benchmarks again") from None
     return table
 
 

@@ -239,6 +239,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.work = options.work.resolve()
     options.json = options.json or options.work / "report.json"
+    if options.json.is_dir() or (options.json.parent != options.work and not options.json.parent.is_dir()):
+        parser.error(f"--json {options.json}: should be a file in a folder that is there")
+    if options.seconds < SHORTEST_SECONDS:
+        parser.error(f"--seconds {options.seconds:g}: nothing is measured in less than {SHORTEST_SECONDS:g}")
     return options
 
 

@@ -72,6 +72,7 @@ STEP: Mapping[str, Kind] = {
     "kind": one_of("train"), "attempt": whole(1), "step": whole(0), "loss": number, "step_seconds": amount,
     "tokens_per_second": amount,
 }  # fmt: skip
+GONE_BACK: Mapping[str, Kind] = {"kind": one_of("roll_back"), "attempt": whole(1), "step": whole(0)}
 
 
 def newest_attempt(run: Path) -> Record:
@@ -112,15 +113,21 @@ def receipts(run: Path, attempt: int) -> dict[int, Record]:
 
 
 def steps(run: Path, attempt: int) -> list[Record]:
-    """The attempt's steps at the end of metrics.jsonl, in their order."""
+    """The attempt's steps at the end of metrics.jsonl, in their order; those that a roll back went behind are none."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         return []
     with path.open("rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - METRICS_BYTES, 0))
         lines = file.read().splitlines()
-    found = (checked(decoded(line), STEP) for line in lines)  # half lines too, by where reading began or by a kill
-    return [one for one in found if one is not None and one["attempt"] == attempt]
+    found: list[Record] = []
+    for line in map(decoded, lines):  # half lines too, by where reading began or by a kill
+        made, gone_back = checked(line, STEP), checked(line, GONE_BACK)
+        if made is not None and made["attempt"] == attempt:
+            found.append(made)
+        elif gone_back is not None and gone_back["attempt"] == attempt:
+            found = [one for one in found if one["step"] <= gone_back["step"]]
+    return found
 
 
 def checked(value: Any, must: Mapping[str, Kind], may: Mapping[str, Kind] | None = None) -> Record | None:

@@ -105,7 +105,8 @@ def demo(
 ) -> None:
     """Show one component at work: numbers that can be followed by hand, and a picture for a slide."""
     if whole != (out is not None) or whole == (name is not None) or (whole and (plot is not None or as_json)):
-        given = "Missing argument" if name is None and not whole and out is None else "Too many options"
+        missing = (name is None and not whole and out is None) or (whole and out is None and name is None)
+        given = "Missing argument" if missing else "Too many options"
         raise ModelConfigError(f"{given}: demo takes a NAME, or --all with --out DIR: see --help")
     if out is not None:
         from model.demos.gallery import write

@@ -118,7 +118,7 @@ class ModelConfig:
         if self.head_dim not in FUSED_HEAD_DIMS:
             warnings.warn(
                 f"head_dim = {self.head_dim}: fused attention kernels are tuned for 64 and 128; this will run slower",
-                stacklevel=3,
+                stacklevel=2,  # a place that is the same for all callers: once a process
             )
 
     @property

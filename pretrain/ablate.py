@@ -6,8 +6,10 @@ by seed, so what a seed does to both cancels. What counts as a difference: verdi
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
+import signal
 import statistics
 import subprocess
 import sys
@@ -32,6 +34,8 @@ from pretrain.verdicts import Noise, difference, noise
 if TYPE_CHECKING:
     from pretrain.inspection import Inspected
     from pretrain.pace import Pace
+
+_PR_SET_PDEATHSIG = 1
 
 MOST_SEEDS = 10
 
@@ -93,12 +97,35 @@ def write_recipes(ablation: Ablation) -> None:
 
 
 def start_run(recipe: Path, run: Path) -> int:
-    """`python -m pretrain run` in a process of its own; what it says goes into run.log beside the recipe."""
+    """`python -m pretrain run` in a process of its own; what it says goes into run.log beside the recipe.
+
+    Whatever ends this process, the run is asked to save and stop.
+    """
     with run.with_suffix(".log").open("ab") as log:
         command = [sys.executable, "-m", "pretrain", "run", str(recipe.resolve()), "--run", str(run.resolve())]
-        return subprocess.run(
-            command, cwd=PROJECT_ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
-        ).returncode
+        process = subprocess.Popen(
+            command, cwd=PROJECT_ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_stop_with_parent
+        )
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+
+
+def _stop_with_parent() -> None:
+    """In the child, on Linux: SIGTERM when this process is killed (prctl(2))."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def last_error(log: Path) -> str:
+    """What a run said last of why it failed, in brackets; nothing where it said nothing."""
+    if not log.exists():
+        return ""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: ")]
+    return f" ({lines[-1].removeprefix('error: ')})" if lines else ""
 
 
 def train(ablation: Ablation, say: Callable[[str], None], start: Start = start_run) -> None:
@@ -117,8 +144,9 @@ def train(ablation: Ablation, say: Callable[[str], None], start: Start = start_r
         say(f"run {done_before + number + 1} of {done_before + len(missing)}: {variant.name}, {path.name}{ahead}")
         code = start(path.with_suffix(".toml"), path)
         if code or not is_finished(path):
-            how = f"ended with code {code}" if code else "stopped before its last step"
-            raise RecipeError(f"{path} {how}: see {path.with_suffix('.log')}; the same command goes on from there")
+            log = path.with_suffix(".log")
+            how = f"ended with code {code}{last_error(log)}" if code else "stopped before its last step"
+            raise RecipeError(f"{path} {how}: see {log}; the same command goes on from there")
 
 
 def is_finished(path: Path) -> bool:

@@ -234,6 +234,12 @@ def named(path: Path) -> Path:
         return path
     best = best_of(list_checkpoints(path.parent))
     if best is None:
+        alarms = {str(one) for found in list_checkpoints(path.parent) for one in measured_at(found).get("alarms") or ()}
+        if alarms:
+            raise CheckpointError(
+                f"{path.parent} holds no evaluated checkpoint that was saved without an alarm (on were "
+                f"{', '.join(sorted(alarms))}): name one by its step"
+            )
         raise CheckpointError(
             f"{path.parent} holds no healthy checkpoint whose step was evaluated: name one by its step, or train with "
             "evaluation.every_steps equal to checkpoint.every_steps, or a divisor of it"

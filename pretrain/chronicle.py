@@ -249,7 +249,7 @@ class Chronicle:
         whole = spans[-1][1] - spans[0][0] if spans else 0.0
         return {
             "training steps that count": counted,
-            "steps that a later attempt replaced": again,
+            "steps that were made again later": again,
             "evaluating": self.evaluating_seconds,
             "saving": self.saving_seconds,
             "paused": self.paused_seconds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def draw(evaluations: Sequence[Evaluation], path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for evaluation in evaluations:
-        axes.plot(*zip(*binned(evaluation), strict=True), marker="o", label=evaluation.subject)
+        axes.plot(*zip(*binned(evaluation), strict=True), marker="o", label=textwrap.fill(str(evaluation.subject), 60))
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set(xlabel="tokens of context in the window", ylabel="loss, nats per token", title="Loss by context")

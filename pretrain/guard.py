@@ -4,6 +4,7 @@
     guard.judged(step, result)            behind it: the step's own alarms
     guard.monitor.raise_alarm(…)          whatever else is watched
     guard.act(state, checkpoints, engine) stop, go back, or go on
+    guard.stops()                         stop at once, where what was found needs no step to tell
 
 All ranks do the same, since all of them have the same numbers.
 """
@@ -20,6 +21,7 @@ from pretrain.checkpoint import read_json
 from pretrain.health import Alarm, Condition, Monitor, TrainingDivergedError
 from pretrain.rolling_back import go_back, record
 from pretrain.spikes import Judge
+from pretrain.state import Measured
 from pretrain.stopping import Stopping, StopWantedError
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ class Guard:
     def _go_on(self, stored: dict[str, Any]) -> None:
         """Know what was known when a checkpoint was saved, and what steps are left out since."""
         health = stored.get("health", {})
-        self.monitor.on = {*health.get("on", ())}
+        self.monitor.goes_on(health.get("on", ()))
         self.judge = Judge(self.table, self.monitor, health)
         self._left_out = left_out.steps_left_out(self.roll_backs, self._inputs.reading)
 
@@ -89,8 +91,15 @@ class Guard:
         updated = not (result.overflowed or result.held)
         self.judge.judge(step, result.loss, result.grad_norm, updated=updated, overflowed=overflowed)
 
-    def act(self, state: TrainState, checkpoints: Checkpoints, engine: TrainingEngine) -> bool:
-        """Do what this step's alarms ask for. True: the run goes on from an earlier step, where `state` is by now.
+    def stops(self) -> None:
+        """Before a step: TrainingDivergedError where an alarm since the last one says stop."""
+        alarm = self.monitor.stopping
+        if alarm is not None:
+            raise TrainingDivergedError(f"{what_was_wrong(alarm)}; {remedy(alarm)}")
+
+    def act(self, state: TrainState, checkpoints: Checkpoints, engine: TrainingEngine) -> Measured | None:
+        """Do what this step's alarms ask for. None, or where the run goes on from an earlier step: what that measured;
+        `state` is there by now.
 
         TrainingDivergedError: it stops.
         """
@@ -98,12 +107,11 @@ class Guard:
         if any(alarm.condition not in NOT_OF_THE_BATCH for alarm in alarms) and self.table.save_batch:
             self._save_batch(state.global_step)
         if not alarms or alarms[0].action not in ("stop", "roll_back"):
-            return False
+            return None
         alarm = alarms[0]
         if alarm.action == "stop":
             raise TrainingDivergedError(f"{what_was_wrong(alarm)}; {remedy(alarm)}")
-        self._go_back(alarm, state, checkpoints, engine)
-        return True
+        return self._go_back(alarm, state, checkpoints, engine)
 
     def _save_batch(self, step: int) -> None:
         if not self._sharing.ranks.is_first:
@@ -116,7 +124,7 @@ class Guard:
         else:
             self._report.say(f"step {step}: its documents are in {path}")
 
-    def _go_back(self, alarm: Alarm, state: TrainState, checkpoints: Checkpoints, engine: TrainingEngine) -> None:
+    def _go_back(self, alarm: Alarm, state: TrainState, checkpoints: Checkpoints, engine: TrainingEngine) -> Measured:
         latest, most = alarm.step - self.table.roll_back_steps, self.table.roll_backs
         changes = self._inputs.reading.history.changes
         first = changes[-1].global_step if changes else 0  # samples and steps before it were of another kind
@@ -144,6 +152,7 @@ class Guard:
         self._report.say(f"went back to step {state.global_step}: step {made.step} is left out from now on")
         for fault in faults:
             self._report.say(f"warning: {fault}")
+        return Measured.of(stored.get("measured", {}))
 
 
 def no_further(step: int, change: int) -> str:

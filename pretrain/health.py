@@ -10,7 +10,7 @@ done, on every rank the same. An alarm stays on until it is over; meanwhile no c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -25,6 +25,8 @@ CONDITIONS: tuple[Condition, ...] = get_args(Condition)
 GRAVITY: tuple[Action, ...] = ("stop", "roll_back", "skip", "warn")
 # What says nothing of the weights: a checkpoint meanwhile is as good as any.
 HARMLESS: frozenset[Condition] = frozenset({"skipped_steps", "late_rank", "hang"})
+# What is over with the processes that showed it: each start gives all ranks the same weights.
+OF_PROCESSES: frozenset[Condition] = frozenset({"rank_mismatch", "late_rank", "hang"})
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,10 @@ class Monitor:
             self._say(alarm.line())
         return alarm.action
 
+    def goes_on(self, stored: Iterable[Condition]) -> None:
+        """Behind a checkpoint: what was on when it was saved still is, as far as anybody looks at it."""
+        self.on = {one for one in stored if one not in OF_PROCESSES and getattr(self.table, one) != "off"}
+
     def is_over(self, condition: Condition) -> None:
         """It was looked at again, and is as it should be."""
         self.on.discard(condition)
@@ -103,6 +109,11 @@ class Monitor:
         """The new alarms since this was last asked, those whose action is the gravest first."""
         taken, self._raised = self._raised, []
         return sorted(taken, key=lambda alarm: GRAVITY.index(alarm.action))
+
+    @property
+    def stopping(self) -> Alarm | None:
+        """The first of the alarms not yet taken that ends the run."""
+        return next((alarm for alarm in self._raised if alarm.action == "stop"), None)
 
     @property
     def harm(self) -> list[str]:

@@ -41,12 +41,13 @@ class Entry:
     bytes: int | None  # of all files that the manifest lists
     loss: float | None  # of the step before it, in training
     heldout_loss: float | None  # of all sources, where that step was evaluated
-    healthy: bool | None  # loss, weights and moments are finite; None: not recorded
+    healthy: bool | None  # loss, weights and moments are finite, and no alarm was on; None: not recorded
     state: Literal["whole", "unverified", "damaged"]
     fault: str | None = None  # what is damaged
     latest: bool = False
     best: bool = False  # the lowest held-out loss of all healthy ones here: RUN/checkpoints/best
     kept: tuple[Reason, ...] = ()
+    alarms: tuple[str, ...] = ()  # that were on when it was saved, of those that say something of the weights
     part: str | None = None  # "1 of 2" where other machines hold the rest of it
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,10 +119,11 @@ def _look(path: Path, latest: str | None) -> Entry:
     except CheckpointError as error:
         return Entry(path, step_of(path), written_at, None, None, None, None, "damaged", str(error))
     loss, heldout_loss = (_number(measured.get(name)) for name in ("loss", "heldout_loss"))
-    healthy = None if "healthy" not in measured else measured["healthy"] is True
+    alarms = tuple(map(str, measured.get("alarms") or ()))
+    healthy = None if "healthy" not in measured else measured["healthy"] is True and not alarms
     return Entry(
         path, step_of(path), written_at, size, loss, heldout_loss, healthy, "unverified",
-        latest=path.name == latest, part=which_part(manifest),
+        latest=path.name == latest, alarms=alarms, part=which_part(manifest),
     )  # fmt: skip
 
 

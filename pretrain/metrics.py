@@ -237,7 +237,9 @@ class Report:
     def rolled_back(self, state: TrainState, record: Mapping[str, Any]) -> None:
         """Record that the run goes on from `state` again, and what steps it will leave out."""
         self._state = state
+        self._evaluations.done_step = self._saves.done_step = state.global_step
         self._write("roll_back", state.global_step, record)
+        self._sinks.goes_back(state.global_step)
         self._write_status("running")
 
     def _measure_pace(self, state: TrainState, seconds: float, tokens: int) -> None:
@@ -286,7 +288,7 @@ class Report:
         `texts`: what the model wrote behind the recipe's prompts.
         """
         evaluating = self._clock.seconds["evaluation"]
-        self._evaluations.seconds.append(evaluating - self._evaluated_before)
+        self._evaluations.was_done(state.global_step, evaluating - self._evaluated_before)
         self._evaluated_before = evaluating
         for source, score in scores.items():
             cost = {"seconds": seconds} if source == "all" else {}
@@ -306,7 +308,7 @@ class Report:
 
     def save_ended(self, step: int, *, held_seconds: float, seconds: float, failure: str | None) -> None:
         """Record a save: for how long the loop stood still, how long it took, and why there is no checkpoint."""
-        self._saves.seconds.append(held_seconds)
+        self._saves.was_done(step, held_seconds)
         self._write("save", step, {"held_seconds": held_seconds, "whole_seconds": seconds, "failure": failure})
 
     def saved(self, seconds: float, grace_seconds: float | None, *, waits_for_another: bool = False) -> None:

@@ -82,12 +82,18 @@ class Repeated:
     every_steps: int
     guess: Callable[[], float] = lambda: 0.0  # seconds, while none was measured
     seconds: list[float] = field(default_factory=list)
+    done_step: int = -1  # behind which it was last done
+
+    def was_done(self, step: int, seconds: float) -> None:
+        self.done_step = step
+        self.seconds.append(seconds)
 
     def left(self, step: int, end: int) -> int:
-        """How many are still to come behind `step`. The one that is due at `step` counts as done."""
-        if step >= end:
+        """How many are still to come once `step` is made, the one behind it too if that was not done yet."""
+        done = step if self.done_step >= step else step - 1
+        if done >= end:
             return 0
-        return end // self.every_steps - step // self.every_steps + (end % self.every_steps != 0)
+        return end // self.every_steps - done // self.every_steps + (end % self.every_steps != 0)
 
     def seconds_left(self, step: int, end: int) -> float:
         counted = self.seconds[1:] or self.seconds  # in the first one something may be compiled

@@ -44,7 +44,9 @@ class MetricsLog:
             self._say(f"warning: {self._path}: the disk is full: records wait in main memory until there is room")
 
     def close(self) -> None:
-        if not self._append():
+        with self._lock:
+            is_written = self._append()
+        if not is_written:
             lost = self._unwritten.count(b"\n")
             self._say(f"warning: {self._path}: the disk is full: {lost} of its records are lost")
         self._file.close()

@@ -174,7 +174,7 @@ def _loss(
     curves = [*_marks(run, x), every]
     if replaced is not None and len(replaced):
         again = np.argsort(replaced, kind="stable")
-        label = f"replaced by a resume ({counted(len(replaced), 'step')})"
+        label = f"made again later ({counted(len(replaced), 'step')})"
         curves.append(Curve(label, replaced[again], run.replaced.loss[again], 7, "faint"))
     if window > 1:
         curves.append(Curve(f"mean of {window} steps", x, smooth(series.loss, window), 0, "line", series.breaks))

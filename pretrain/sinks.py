@@ -1,6 +1,7 @@
 """Where a run's numbers go beside metrics.jsonl, which has them all: TensorBoard, Weights & Biases.
 
-A sink is four small methods. Whatever one raises ends no run: it is told once, and that sink gets nothing more.
+A sink is five small methods. Whatever one raises ends no run: it is told once, and that sink gets nothing more. One
+that hangs holds training up, as a disk does.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class Sink(Protocol):
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None: ...
 
+    def goes_back(self, step: int) -> None:
+        """What was told of later steps than `step` no longer counts: they are made again."""
+
     def close(self) -> None: ...
 
 
@@ -62,6 +66,9 @@ class Sinks:
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         self._each(lambda sink: sink.histograms(step, histograms))
 
+    def goes_back(self, step: int) -> None:
+        self._each(lambda sink: sink.goes_back(step))
+
     def close(self) -> None:
         self._each(lambda sink: sink.close())
         self._sinks = []
@@ -71,8 +78,16 @@ class Sinks:
             try:
                 act(sink)
             except Exception as error:  # as in `open`
-                self._sinks.remove(sink)
-                self._lose(sink.name, error)
+                if self._drop(sink):
+                    self._lose(sink.name, error)
+
+    def _drop(self, sink: Sink) -> bool:
+        """False where another thread, an alarm's, has met the same and done it."""
+        try:
+            self._sinks.remove(sink)
+        except ValueError:
+            return False
+        return True
 
     def _lose(self, name: str, error: Exception) -> None:
         full = isinstance(error, OSError) and is_full(error)

@@ -24,9 +24,9 @@ LOG_NORM_FLOOR = 0.1
 class Window:
     """The last healthy values of one number."""
 
-    def __init__(self, size: int, values: list[float] | None = None) -> None:
+    def __init__(self, size: int, values: list[float] | None = None, outside: int = 0) -> None:
         self.values = deque(values or (), maxlen=size)
-        self.outside = 0  # spikes in a row, up to now
+        self.outside = outside  # spikes in a row, up to now
 
     def limit(self, z: float, *, logarithmic: bool) -> float | None:
         """The largest value that is no spike; None as long as half a window of values is lacking."""
@@ -68,8 +68,9 @@ class Judge:
         stored = stored or {}
         self.table = table
         self.monitor = monitor
-        self.losses = Window(table.window_steps, stored.get("losses"))
-        self.norms = Window(table.window_steps, stored.get("grad_norms"))
+        outside = stored.get("spikes_in_a_row", {})
+        self.losses = Window(table.window_steps, stored.get("losses"), int(outside.get("loss", 0)))
+        self.norms = Window(table.window_steps, stored.get("grad_norms"), int(outside.get("grad_norm", 0)))
         self.unmoved = int(stored.get("skipped_in_a_row", 0))  # steps in a row that updated nothing
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,6 +78,7 @@ class Judge:
         return {
             "losses": [*self.losses.values],
             "grad_norms": [*self.norms.values],
+            "spikes_in_a_row": {"loss": self.losses.outside, "grad_norm": self.norms.outside},
             "skipped_in_a_row": self.unmoved,
         }
 

@@ -16,11 +16,10 @@ class TensorBoardSink:
 
     def __init__(self, folder: Path, *, global_step: int, recipe: Mapping[str, bool | float | str]) -> None:
         """`global_step`: the last that still counts; `recipe`: its values by their names, as `schedule.peak_lr`."""
-        from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        # purge_step hides from the plots what an earlier attempt wrote beyond the step resumed from.
-        self._writer = SummaryWriter(str(folder), purge_step=global_step + 1)
+        self._folder = folder
+        self._writer = _writer(folder, global_step)
         # As the writer's own add_hparams, which would make a folder of its own for them.
         goals = {"train/loss": 0.0, "evaluation/all/loss": 0.0}
         make: Any = hparams
@@ -51,5 +50,17 @@ class TensorBoardSink:
                 global_step=step,
             )
 
+    def goes_back(self, step: int) -> None:
+        self._writer.close()
+        self._writer = _writer(self._folder, step)
+
     def close(self) -> None:
         self._writer.close()
+
+
+def _writer(folder: Path, global_step: int) -> Any:
+    """purge_step hides from the plots what was written before of steps beyond `global_step`."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    make: Any = SummaryWriter
+    return make(str(folder), purge_step=global_step + 1)

@@ -202,6 +202,7 @@ def train(
                     stop_wanted = False
                 else:
                     observer.before(state.global_step + 1)
+                    guard.stops()
                     with clock.step(), spreads.seen(state.global_step + 1):
                         result = train_step(
                             engine, batches, plan, lr, stopping=stopping, allows=guard.judge.allows, clock=clock
@@ -219,8 +220,10 @@ def train(
                         state.global_step, own_seconds=clock.step_seconds["data"] + clock.step_seconds["forward"],
                         step_seconds=clock.last_step, updated=not (result.overflowed or result.held),
                     )  # fmt: skip
-                    if guard.act(state, checkpoints, engine):
-                        batches = batches_from_here()
+                    with clock.during("save"):
+                        earlier = guard.act(state, checkpoints, engine)
+                    if earlier is not None:
+                        measured, batches = earlier, batches_from_here()
                         continue
                     alarms = tuple(guard.monitor.harm)
                     measured = Measured(result.loss, result.grad_norm, result.overflowed or result.held, alarms=alarms)
@@ -253,6 +256,7 @@ def train(
             life.does("saves")
             reason = first_reason(ranks.gather(stop.reason))
             if measured is not None:
+                measured = replace(measured, alarms=tuple(guard.monitor.harm))
                 with clock.during("save"):
                     checkpoints.save_last(engine, state, described(inputs, guard), measured)
             when = " before a step was made" if state.global_step == first_step else ""

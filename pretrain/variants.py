@@ -72,7 +72,7 @@ def read_axis(text: str) -> tuple[str, list[Any]]:
     if name not in KINDS:
         raise RecipeError(f"--axis {name}: no field of [model]: did you mean {nearest(name, list(KINDS))}?")
     values = [_value(name, one.strip()) for one in listed.split(",")]
-    if len(set(map(repr, values))) < len(values):
+    if any(one == other for one, other in itertools.combinations(values, 2)):
         raise RecipeError(f"--axis {text}: a value stands there twice: name each once")
     return name, values
 

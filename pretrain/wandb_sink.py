@@ -68,7 +68,7 @@ class WandbSink:
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
         table = self._wandb.Table(columns=["step", "prompt", "text"])
         for name, text in texts.items():
-            table.add_data(step, name.rpartition("/")[2], text)
+            table.add_data(step, name.partition("/")[2], text)
         self._run.log({"samples": table, STEP: step})
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
@@ -77,6 +77,9 @@ class WandbSink:
             for name, one in histograms.items()
         }
         self._run.log({**drawn, STEP: step})
+
+    def goes_back(self, step: int) -> None:
+        """Nothing: curves are over `step`, of which the server keeps every number that it was told."""
 
     def close(self) -> None:
         self._run.finish()

@@ -188,6 +188,13 @@ def test_the_page_has_the_last_table(scripts: Path, monkeypatch: pytest.MonkeyPa
     main("--page", "--out", str(scripts), code=f"error: {page} has no lines {bench.BEGIN} and {bench.END}")
 
 
+def test_a_damaged_table_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "table.json").write_text("{broken")
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["--page", "--out", str(tmp_path)])
+    assert str(ended.value).startswith(f"error: {tmp_path}/table.json is damaged")
+
+
 def test_the_real_page_has_a_place_for_it() -> None:
     text = bench.PAGE.read_text("utf-8")
     assert text.count(bench.BEGIN) == text.count(bench.END) == 1

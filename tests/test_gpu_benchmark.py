@@ -185,8 +185,27 @@ def options_of(tmp_path: Path, *arguments: str) -> argparse.Namespace:
     return parse(["--tiny", "--work", str(tmp_path), *arguments])
 
 
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--json", "."], "--json .: should be a file"),
+        (["--json", "no/such/folder/x.json"], "should be a file in a folder that is there"),
+        (["--seconds", "0"], "--seconds 0: nothing is measured in less than 10"),
+    ],
+)
+def test_what_cannot_be_written_or_measured_is_told_at_once(
+    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        options_of(tmp_path, *arguments)
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
 def test_cases_without_time_or_room_are_named_and_left_out(tmp_path: Path) -> None:
-    run = Run(options_of(tmp_path, "--seconds", "0"), "cpu")
+    options = options_of(tmp_path)
+    options.seconds = 0.0
+    run = Run(options, "cpu")
     run.all()
     assert [one["left_out"] for one in run.report["cases"]] == ["no time is left"] * len(run.report["cases"])
     assert json.loads((tmp_path / "report.json").read_text()) == run.report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import warnings
 from enum import StrEnum
@@ -60,12 +61,14 @@ def ablate(
     from pretrain import ablate as ablation_of
     from pretrain import ablation_report as report_of
     from pretrain import variants as variants_of
+    from pretrain.batching import BatchPlan
     from pretrain.config import RecipeError, load_recipe
     from pretrain.figures import count, counted
 
     if is_ladder == bool(axis):
         raise RecipeError("say what to vary: --axis NAME=A,B, once or more, or --ladder, one of the two")
     config = load_recipe(recipe, overrides or ())
+    BatchPlan.from_config(config, 1)  # its error is better told before anything is trained
     axes = [variants_of.read_axis(text) for text in axis or ()]
     made = variants_of.ladder(config.model) if is_ladder else variants_of.product(config.model, axes)
     made = variants_of.fit(made, budget.value, fitted.value)
@@ -93,6 +96,7 @@ def ablate(
     for variant in made:
         Inputs.check(ablation.config(variant, 0), 1)
     ablation_of.write_recipes(ablation)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run under way is stopped too
     ablation_of.train(ablation, lambda line: print(line, file=sys.stderr, flush=True))
     speeds = paces(config, [one.model for one in made], pick_device(0))
     found = ablation_of.results(ablation, inspect, speeds)

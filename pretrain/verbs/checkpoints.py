@@ -131,6 +131,7 @@ def _print_checkpoints(found: Sequence[Entry]) -> None:
         losses = ["" if loss is None else f"{loss:.4f}" for loss in (one.loss, one.heldout_loss)]
         losses[1] += " best" if one.best else ""
         healthy = {True: "yes", False: "NO", None: "not recorded"}[one.healthy]
+        healthy += f": {', '.join(one.alarms)}" if one.alarms else ""
         kept = [*one.kept, *(["latest"] if one.latest else [])]
         written = one.written_at.replace("T", " ").removesuffix("+00:00")
         files = one.state if one.part is None else f"{one.state}, part {one.part}"

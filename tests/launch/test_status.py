@@ -68,6 +68,19 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path / "run")
 
 
+def test_a_run_that_went_back_is_where_it_is_now(run: Run) -> None:
+    run.begins()
+    run.lives(0)
+    run.lives(1)
+    run.trains(1, 2, 3, 4, 5)
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "roll_back", "step": 2, "attempt": 1}) + "\n")
+    run.says("running", 2)
+    assert run.status().step == 2
+    run.trains(3)
+    assert run.status().step == 3
+
+
 def test_a_run_that_trains(run: Run) -> None:
     run.begins()
     run.trains(1, seconds=500.0)  # an attempt's first step takes long, and counts for no rate

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,11 +20,11 @@ from matplotlib.image import imread
 from data_pipeline.loader import evaluation_batches
 from model.accounting import flops_per_token, kv_cache_bytes_per_token, parameter_count
 from model.cache import KVCache
-from pretrain import inspection, pace
+from pretrain import ablate, inspection, pace
 from pretrain.ablate import Ablation, results, train, write_recipes
 from pretrain.ablation_report import draw_inside, draw_learnt, markdown, result_tables
 from pretrain.chronicle import read
-from pretrain.config import RecipeError, load_recipe, parse_recipe, to_toml
+from pretrain.config import PROJECT_ROOT, RecipeError, load_recipe, parse_recipe, to_toml
 from pretrain.inspection import Activity, Inspected, inspect
 from pretrain.pace import Pace, paces
 from pretrain.variants import fit, ladder, product, read_axis, variant
@@ -207,6 +212,8 @@ def test_a_run_that_fails_is_told(tmp_path: Path):
         (["--axis", "ffn"], "NAME=VALUE,VALUE"),
         (["--axis", "ffn=relu"], "1 variant to compare"),
         (["--axis", "ffn=relu,relu"], "twice"),
+        (["--axis", "rope_base=1e4,10000"], "twice"),
+        (["--axis", "ffn=relu,gelu", "--set", "batch.global_batch_size=3"], "global_batch_size"),
         (["--axis", "ffn=relu,tanh"], "variant ffn=tanh cannot be built: ffn = 'tanh' is unknown"),
         (["--axis", "residual=plain,hyper", "--axis", "norm_place=pre,post"], "residual=hyper,norm_place=post cannot"),
         (["--axis", "seq_len=64,128"], "same tokens"),
@@ -224,6 +231,38 @@ def test_bad_input_is_one_line(arguments: list[str], says: str, tmp_path: Path):
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert says in done.stderr
     assert not out.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_run_outlives_its_ablation(number: signal.Signals, tmp_path: Path):
+    """Where `ablate` is ended its run is asked to save and stop, and so is gone a little later."""
+    (tmp_path / "pretrain.py").write_text("import time; print('here', flush=True); time.sleep(60)")
+    script = (
+        "import signal, sys; from pathlib import Path; from pretrain import ablate; "
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); "
+        "ablate.PROJECT_ROOT = Path(sys.argv[1]); ablate.start_run(Path('x'), Path(sys.argv[1]) / 'run')"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=PROJECT_ROOT)
+    log = tmp_path / "run.log"
+    until(lambda: log.exists() and "here" in log.read_text())
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(number)
+    process.wait(30)
+    until(lambda: not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text())
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_run_that_failed_says_why(tmp_path: Path):
+    log = tmp_path / "run.log"
+    assert ablate.last_error(log) == ""
+    log.write_text("step 1\nerror: runs/x is in use by another run\nstep 2\n")
+    assert ablate.last_error(log) == " (runs/x is in use by another run)"
 
 
 def test_a_dry_run_trains_nothing(tmp_path: Path):

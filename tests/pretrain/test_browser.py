@@ -128,7 +128,7 @@ def test_what_is_read_is_what_the_run_wrote(tab: Page, pages: dict[str, Path]) -
     assert tiles["tokens"] == "139,000"
     shown = tab.ask("document.body.innerText")
     assert EVIL in shown
-    assert "replaced by a resume (20 steps)" in shown
+    assert "made again later (20 steps)" in shown
     assert "not finite (2)" in shown
 
 

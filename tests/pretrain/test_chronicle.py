@@ -34,7 +34,7 @@ def test_a_resume_puts_what_lies_behind_its_checkpoint_out_of_use(tmp_path: Path
         (1, 1, 7, 4), (2, 4, 5, 0),
     ]  # fmt: skip
     spent = run.time_spent()
-    assert (spent["training steps that count"], spent["steps that a later attempt replaced"]) == (2.5, 2.0)
+    assert (spent["training steps that count"], spent["steps that were made again later"]) == (2.5, 2.0)
 
 
 def test_a_roll_back_puts_what_it_left_out_of_use_and_the_step_of_its_alarm_is_no_gap(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_time_goes_to_what_it_was_spent_on_also_in_vain(tmp_path: Path) -> None:
     )
     spent = run.time_spent()
     assert spent == pytest.approx({
-        "training steps that count": 2.0, "steps that a later attempt replaced": 1.0, "evaluating": 7.0,
+        "training steps that count": 2.0, "steps that were made again later": 1.0, "evaluating": 7.0,
         "saving": 0.25, "paused": 20.0, "starting, logging, all else": 9 + 60 - 30.25, "between attempts": 3591.0,
     })  # fmt: skip
     assert sum(spent.values()) == pytest.approx(3660)

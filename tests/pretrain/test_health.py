@@ -83,6 +83,24 @@ def test_the_gravest_action_comes_first_and_a_late_rank_spoils_no_checkpoint() -
     assert monitor.harm == ["grad_norm_spike", "loss_spike", "rank_mismatch"]
 
 
+def test_behind_a_checkpoint_only_what_is_still_watched_stays_on() -> None:
+    """Each start gives all ranks the same weights, and what is off never ends."""
+    monitor = Monitor(HealthTable(attention_logit="off"))
+    monitor.goes_on(("attention_logit", "dead_units", "rank_mismatch", "late_rank"))
+    assert monitor.on == {"dead_units"}
+
+
+def test_an_alarm_that_stops_is_known_before_it_is_taken() -> None:
+    monitor = Monitor(HealthTable())
+    monitor.raise_alarm(1, "loss_spike", 2.0, 1.0, "")
+    assert monitor.stopping is None
+    monitor.raise_alarm(2, "rank_mismatch", 1.0, 0.0, "")
+    assert monitor.stopping is not None
+    assert monitor.stopping.condition == "rank_mismatch"
+    monitor.take()
+    assert monitor.stopping is None
+
+
 # ---------------------------------------------------------------- the judge
 
 
@@ -140,6 +158,18 @@ def test_a_level_that_lasts_is_no_spike() -> None:
     one = judge(Monitor(HealthTable(window_steps=8), told.append))
     fed(one, [4.0] * 8 + [9.0] * 30, [1.0] * 38)
     assert [alarm.step for alarm in told] == [*range(9, 17)]
+
+
+def test_a_level_lasts_over_a_resume_too() -> None:
+    """Spikes in a row are counted behind a checkpoint as they would have been without it."""
+    table = HealthTable(window_steps=8)
+    whole = judge(Monitor(table))
+    fed(whole, [4.0] * 8 + [9.0] * 5, [1.0] * 13)
+    again = Judge(table, Monitor(table), whole.to_dict())
+    for one in (whole, again):
+        fed(one, [9.0] * 3, [1.0] * 3, first=14)
+    assert whole.to_dict() == again.to_dict()
+    assert whole.to_dict()["losses"] == []
 
 
 def test_an_overflow_of_fp16_is_no_alarm_but_many_in_a_row_are() -> None:

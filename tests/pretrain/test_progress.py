@@ -19,7 +19,14 @@ from tests.ranks import root
     [(10, 0, 100, 10), (10, 50, 100, 5), (10, 50, 105, 6), (10, 99, 100, 1), (10, 100, 100, 0), (30, 50, 40, 0)],
 )
 def test_what_is_still_to_come_is_counted(every: int, step: int, end: int, left: int) -> None:
-    assert Repeated(every).left(step, end) == left
+    repeated = Repeated(every)
+    repeated.was_done(step, 1.0)
+    assert repeated.left(step, end) == left
+
+
+@pytest.mark.parametrize("step, left", [(9, 10), (10, 10), (11, 9), (99, 1), (100, 1)])
+def test_what_a_step_itself_is_followed_by_is_still_to_come(step: int, left: int) -> None:
+    assert Repeated(10).left(step, 100) == left
 
 
 def test_the_time_left_counts_evaluations_and_saves_and_no_warm_up() -> None:
@@ -27,7 +34,7 @@ def test_the_time_left_counts_evaluations_and_saves_and_no_warm_up() -> None:
     pace = Pace()
     for step in range(50):
         pace.add({0: 60.0, 1: 5.0}.get(step, 0.9 if step % 2 else 1.1), 8)
-    evaluations, saves = Repeated(50, lambda: 25.0), Repeated(100, lambda: 40.0)
+    evaluations, saves = Repeated(50, lambda: 25.0, done_step=50), Repeated(100, lambda: 40.0)
     guessed = pace.seconds_left(950 * 8, 50, 1000, (evaluations, saves))
     assert guessed == pytest.approx(950 + 19 * 25 + 10 * 40)
     evaluations.seconds += [99.0, 28.0, 32.0]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import struct
+import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ class Failing:
         if self.calls > 1:
             raise self.error
 
-    scalars = texts = histograms = close = act
+    scalars = texts = histograms = goes_back = close = act
 
 
 class Keeping(Failing):
@@ -50,7 +52,7 @@ class Keeping(Failing):
     def act(self, *_: Any) -> None:
         self.calls += 1
 
-    scalars = texts = histograms = close = act
+    scalars = texts = histograms = goes_back = close = act
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,23 @@ def test_a_sink_that_fails_is_told_once_and_left_out(error: Exception, reason: s
         for name in ("Closed", "Failing")
     ]
     assert (failing.calls, keeping.calls) == (2, 8)
+
+
+def test_two_threads_that_meet_the_same_fault_tell_it_once() -> None:
+    said: list[str] = []
+    sinks = Sinks(said.append)
+    both = threading.Barrier(2)
+
+    class Meeting(Failing):
+        def scalars(self, step: int, values: Mapping[str, float]) -> None:
+            both.wait(10)
+            raise self.error
+
+    sinks.open("Failing", lambda: Meeting(ValueError("no")))
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(sinks.scalars, 1, {}) for _ in range(2)]:
+            done.result()
+    assert len(said) == 1
 
 
 def test_a_histogram_counts_all_numbers_that_are_finite() -> None:

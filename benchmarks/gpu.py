@@ -256,6 +256,7 @@ def main() -> None:
         say(f"error: nothing can be measured here: {error}: see the logs in {options.work}")
         sys.exit(2)
     print(to_text(run.report))
+    say(f"report: {options.json}")
     failed = run.report["losses"] is not None and not run.report["losses"]["within"]
     sys.exit(failed or all("failed" in one or "left_out" in one for one in run.report["cases"]))
 

@@ -189,7 +189,7 @@ BENCHMARKS: dict[str, Short] = {
         precision_study,
     ),
     "scaling_sweep": Short(("--short", "--work", WORK, "--json", REPORT), scaling_sweep),
-    "overhead": Short(("--json", "--quick"), overhead),
+    "overhead": Short(("--json", "--stage", "2", "--blocks", "5", "--block-tokens", "8192"), overhead),
     "trainer": Short(("--json", "--quick"), trainer),
     "ranks": Short(("--json", "--quick", "--block-steps", "1"), ranks),
     "gpu": Short(("--tiny", "--work", WORK, "--json", REPORT), gpu),

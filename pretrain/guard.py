@@ -136,9 +136,12 @@ class Guard:
         steps = range(first, latest + 1)
         gone = None if reason is not None else go_back(checkpoints, engine, self._sharing, steps, self._report.say)
         if gone is None:
+            back = f"health.roll_back_steps {self.table.roll_back_steps}"
             reason = reason or (
-                f"there is no healthy checkpoint of step {latest} or before (health.roll_back_steps "
-                f"{self.table.roll_back_steps}) to go back to{no_further(alarm.step, first)}"
+                f"there is no healthy checkpoint of step {latest} or before ({back}) to go back to"
+                f"{no_further(alarm.step, first)}"
+                if latest > 0
+                else f"{back} would go to before the first step"
             )
             raise TrainingDivergedError(f"{what_was_wrong(alarm)}; {reason}; {remedy(alarm)}")
         earlier, stored = gone

@@ -37,7 +37,6 @@ def data(report: Any) -> Iterator[Row]:
 def prepare(report: Any) -> Iterator[Row]:
     yield Row("`prepare`, speed", report["ratio_to_usual_script"], "the script that people write first")
     yield Row("`prepare`, speed", report["ratio_to_bare_encoder"], "the bare encoder")
-    yield Row(f"`prepare`, speed of {report['workers']} workers", report["ratio_of_workers"], "one worker")
 
 
 def loader(report: Any) -> Iterator[Row]:

@@ -112,7 +112,7 @@ def test_an_offloaded_optimizer_is_the_fused_one() -> None:
         resolve(json, recipe(optimizer={"fused": False}), 1)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.soak), 2])
 def test_a_run_goes_on_with_another_kernel(
     stage: int, tiny_recipe: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

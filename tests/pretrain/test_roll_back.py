@@ -46,7 +46,8 @@ from tests.pretrain.test_sharing import RUN, as_node
 from tests.ranks import run_ranks
 
 Tables = Callable[..., dict[str, Any]]
-STAGES = (0, 1, 2, 3)
+STAGES = (2, 3)
+OTHER_STAGES = (0, 1)  # in the soak
 BACK = 3  # the newest checkpoint three steps or more before the bad one; that of step 6 lies behind it
 BACKWARDS: dict[str, Any] = {"loss_spike": "roll_back"}
 THROUGH = [*range(1, BAD + 1), *range(BACK + 1, BAD), *range(BAD + 1, STEPS + 1)]
@@ -65,31 +66,37 @@ STRUCK = {  # behind which part of a roll back the process is lost: the steps th
 class Made:
     """The runs of this file, in three launches of two ranks."""
 
-    def __init__(self, home: Path, tiny_recipe: Tables) -> None:
+    def __init__(self, home: Path, tiny_recipe: Tables, stages: Sequence[int], *, alone: bool = False) -> None:
+        """`alone`: without the runs that are the same under every stage."""
         self.home = home
         self.told: dict[str, tuple[Told, Told]] = {}
         bad = {BAD: 9.0}
         one = tables_of(tiny_recipe, 2, **BACKWARDS)
         twice = {**bad, STEPS: 9.0}
         nearer = tables_of(tiny_recipe, 2, **BACKWARDS, roll_back_steps=2)
-        whole = {f"zero{stage}": tables_of(tiny_recipe, stage, **BACKWARDS) for stage in STAGES}
+        whole = {f"zero{stage}": tables_of(tiny_recipe, stage, **BACKWARDS) for stage in stages}
+        first = {
+            **{at: Leg(one, self.of(at), bad, struck_in=at) for at in STRUCK},
+            "twice": Leg(one, self.of("twice"), twice),
+            "too-often": Leg(tables_of(tiny_recipe, 2, **BACKWARDS, roll_backs=1), self.of("too-often"), twice),
+            "marked": Leg(nearer, self.of("marked"), bad, {6: 3000.0}),
+            "changed": Leg(one, self.of("changed"), end=CHANGED),
+        }
         self._launch(
             {name: Leg(tables, self.of(name), bad) for name, tables in whole.items()}
             | {f"fresh-{name}": Leg(tables, self.of(f"fresh-{name}"), end=BACK) for name, tables in whole.items()}
-            | {at: Leg(one, self.of(at), bad, struck_in=at) for at in STRUCK}
-            | {
-                "twice": Leg(one, self.of("twice"), twice),
-                "too-often": Leg(tables_of(tiny_recipe, 2, **BACKWARDS, roll_backs=1), self.of("too-often"), twice),
-                "marked": Leg(nearer, self.of("marked"), bad, {6: 3000.0}),
-                "changed": Leg(one, self.of("changed"), end=CHANGED),
-            }
+            | ({} if alone else first)
         )
-        for name in CHANGES:
-            shutil.copytree(self.of("changed"), self.of(name))
         for name in whole:
             shutil.copy(self.of(name) / "roll_backs.json", self.of(f"fresh-{name}"))
+        again = {f"fresh-{name}": Leg(tables, self.of(f"fresh-{name}"), bad) for name, tables in whole.items()}
+        if alone:
+            self._launch(again)
+            return
+        for name in CHANGES:
+            shutil.copytree(self.of("changed"), self.of(name))
         self._launch(
-            {f"fresh-{name}": Leg(tables, self.of(f"fresh-{name}"), bad) for name, tables in whole.items()}
+            again
             | {at: Leg(one, self.of(at), bad) for at in STRUCK}
             | {"behind": self._behind_a_change(one, "seq_len")}
             | {
@@ -114,7 +121,15 @@ class Made:
 
 @pytest.fixture(scope="module")
 def made(tiny_recipe: Tables, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return Made(tmp_path_factory.mktemp("back"), tiny_recipe)
+    return Made(tmp_path_factory.mktemp("back"), tiny_recipe, STAGES)
+
+
+@pytest.mark.soak
+def test_other_stages_go_back_as_well(tiny_recipe: Tables, tmp_path: Path) -> None:
+    made = Made(tmp_path, tiny_recipe, OTHER_STAGES, alone=True)
+    for stage in OTHER_STAGES:
+        test_a_run_goes_back_and_leaves_the_step_out(stage, made)
+        test_it_is_bit_for_bit_a_fresh_start_with_the_same_step_left_out(stage, made)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -74,11 +74,13 @@ class Made:
         one = tables_of(tiny_recipe, 2, **BACKWARDS)
         twice = {**bad, STEPS: 9.0}
         nearer = tables_of(tiny_recipe, 2, **BACKWARDS, roll_back_steps=2)
+        often = {**one, "checkpoint": {"every_steps": 1, "keep_last": STEPS}}
         whole = {f"zero{stage}": tables_of(tiny_recipe, stage, **BACKWARDS) for stage in stages}
         first = {
             **{at: Leg(one, self.of(at), bad, struck_in=at) for at in STRUCK},
             "twice": Leg(one, self.of("twice"), twice),
             "too-often": Leg(tables_of(tiny_recipe, 2, **BACKWARDS, roll_backs=1), self.of("too-often"), twice),
+            "often": Leg(often, self.of("often"), {7: 9.0, 9: 9.0}),
             "marked": Leg(nearer, self.of("marked"), bad, {6: 3000.0}),
             "changed": Leg(one, self.of("changed"), end=CHANGED),
         }
@@ -203,6 +205,17 @@ def test_a_run_goes_back_as_often_as_it_may(made: Made) -> None:
     assert outcome.startswith(f"step {later}: loss_spike ")
     assert "the run has gone back 1 times, health.roll_backs is 1; nothing of this step was saved" in outcome
     assert saved_steps(made.of("too-often")) == [3, 6]
+
+
+def test_a_step_left_out_behind_a_roll_back_tells_what_lies_before_it(made: Made) -> None:
+    """The second roll back ends just before the step that the first one left out: its checkpoint has the loss of the
+    step before, not that of the one which was run last."""
+    run = made.of("often")
+    assert made.told["often"][0][:2] == ("finished", [*range(1, 8), 5, 6, 8, 9, 8])
+    assert [(one.step, one.to_step) for one in read(run / "roll_backs.json")] == [(7, 4), (9, 6)]
+    before, behind = (measured_at(run / "checkpoints" / f"step-{step:08d}") for step in (6, 7))
+    assert behind == before
+    assert "alarms" not in behind
 
 
 def test_a_checkpoint_with_an_alarm_is_passed_over(made: Made) -> None:
